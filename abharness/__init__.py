@@ -1,0 +1,3 @@
+"""A/B serving experiments for vLLM that you can believe."""
+
+__version__ = "0.1.0"

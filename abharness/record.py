@@ -1,0 +1,518 @@
+"""Everything on disk: the models of a run's files, their schema version, atomic writing and careful reading.
+
+A run is a folder (`results/<experiment>/<UTC timestamp>-<config hash>/`):
+
+    experiment.json                     resolved spec, plan, provenance
+    launches/<k>-<variant>/launch.json  one server lifetime, written when it ends, failed or not
+    launches/<k>-<variant>/requests.jsonl, gsm8k.jsonl, evidence.json, server.log
+
+Field order tells the story: version, status, identity, configuration, evidence, results, error. Times are seconds
+(`_s`), sizes bytes (`_bytes`). Absent is `None` with a reason, never 0. NaN and infinity are never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from abharness.errors import RecordError
+
+SCHEMA_VERSION = 1
+
+Variant = Literal["baseline", "candidate"]
+AnswerState = Literal["right", "wrong", "truncated", "no_answer", "error"]
+
+
+class Model(BaseModel):
+    """Base of every record: frozen, no unknown keys, NaN and infinity refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
+
+
+class Finding(Model):
+    """One thing a check saw that bears on validity; returned as a value, never printed by the check.
+
+    Attributes:
+        code: A validity code of the design, for example `env_mismatch`.
+        message: What was seen, with number and threshold.
+        hint: The likely cause and the next step.
+        fatal: True: the launch fails. False: it is recorded and the comparison gives no verdict.
+    """
+
+    code: str
+    message: str
+    hint: str | None = None
+    fatal: bool = False
+
+
+class RequestRecord(Model):
+    """One streamed request as the client saw it. All `_s` times are seconds on one monotonic clock.
+
+    Attributes:
+        index: Position in the cell's fixed prompt sequence, from 0.
+        prompt_sha256: Hash of the prompt's token ids as comma-joined decimal text.
+        requested_input_len: Prompt tokens sent.
+        requested_output_len: `max_tokens` and `min_tokens` sent.
+        submitted_s: When the request was handed to the client.
+        sent_s: When its bytes had been written to the socket; None if that never happened.
+        first_token_s: Arrival of the first chunk that carries generated text or a token; None if there was none.
+        first_answer_s: The same for the first chunk of answer text (not reasoning).
+        last_token_s: Arrival of the last chunk that carries a token (not the usage chunk).
+        prompt_tokens: `usage.prompt_tokens`, or None when the server sent no usage.
+        output_tokens: `usage.completion_tokens`, or None when the server sent no usage.
+        cached_tokens: `usage.prompt_tokens_details.cached_tokens`, or None when not sent.
+        chunks: Chunks that carried a token. Not a token count.
+        itl_p50_s: Median gap between token-carrying chunks; None with fewer than two chunks.
+        itl_p99_s: 99th percentile of those gaps.
+        itl_max_s: Largest gap.
+        finish_reason: As sent by the server.
+        error: Why the request counts as failed, else None. A failed request is in no latency and no rate.
+    """
+
+    index: int
+    prompt_sha256: str
+    requested_input_len: int
+    requested_output_len: int
+    submitted_s: float
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    first_answer_s: float | None = None
+    last_token_s: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    chunks: int = 0
+    itl_p50_s: float | None = None
+    itl_p99_s: float | None = None
+    itl_max_s: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+class ClientLoad(Model):
+    """How busy the load generator itself was during a cell.
+
+    Attributes:
+        cpu_share: CPU seconds of the client's process over wall seconds; 1.0 is one full core.
+        loop_lag_p50_s: Median overshoot of a periodic timer in the event loop.
+        loop_lag_p99_s: 99th percentile of the same.
+        chunks_per_s: Stream chunks received a second over the whole cell.
+    """
+
+    cpu_share: float
+    loop_lag_p50_s: float
+    loop_lag_p99_s: float
+    chunks_per_s: float
+
+
+class ServerCounters(Model):
+    """Deltas of the server's own counters (`/metrics`) over a cell; None where the server does not export one."""
+
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    prefix_cache_queries: float | None = None
+    prefix_cache_hits: float | None = None
+    preemptions: float | None = None
+
+
+class CellRecord(Model):
+    """One cell of one launch: one workload at one shape and concurrency, one repeat.
+
+    Attributes:
+        workload: The workload's name in the spec.
+        kind: `decode` or `prefill`.
+        input_len: Prompt tokens a request.
+        output_len: Output tokens a request.
+        max_concurrency: Requests kept in flight.
+        repeat: From 0.
+        started_s: First submission, on the same monotonic clock as the requests.
+        ended_s: End of the last stream.
+        prompts_sha256: Hash over the request prompt hashes in order: equal in both variants or not comparable.
+        client: The load generator's own business.
+        counters: Server counter deltas over the cell, or None when `/metrics` could not be read.
+        findings: What the checks of this cell saw.
+    """
+
+    workload: str
+    kind: Literal["decode", "prefill"]
+    input_len: int
+    output_len: int
+    max_concurrency: int
+    repeat: int
+    started_s: float
+    ended_s: float
+    prompts_sha256: str
+    client: ClientLoad
+    counters: ServerCounters | None
+    findings: list[Finding] = []
+
+
+class RequestLine(Model):
+    """A line of `requests.jsonl`: which cell, which request."""
+
+    workload: str
+    input_len: int
+    output_len: int
+    max_concurrency: int
+    repeat: int
+    request: RequestRecord
+
+
+class TokenStep(Model):
+    """One generated token with the runner-up at its position, for explaining a flip.
+
+    Attributes:
+        token: The chosen token's text (`bytes:` escaped where it is no valid UTF-8).
+        logprob: Its log-probability, nats.
+        runner_up: The most probable other token's text, or None when not sent.
+        runner_up_logprob: Its log-probability, nats.
+    """
+
+    token: str
+    logprob: float | None = None
+    runner_up: str | None = None
+    runner_up_logprob: float | None = None
+
+
+class Extraction(Model):
+    """What one filter made of an answer.
+
+    Attributes:
+        value: The number found, as canonical decimal text, or None.
+        method: How it was found (`marker`, `boxed`, `final_statement`, `last_number`, ...), or why not.
+        low_confidence: True when no rule supports the choice over the other numbers of the text.
+        exact_match: Numeric equality with the gold answer; None where the answer was not scored.
+    """
+
+    value: str | None
+    method: str
+    low_confidence: bool = False
+    exact_match: bool | None = None
+
+
+class AnswerRecord(Model):
+    """One GSM8K question in one launch: a line of `gsm8k.jsonl`.
+
+    The keys that lm-eval's tools read from a samples file (`doc_id`, `doc`, `target`, `arguments`, `resps`,
+    `filtered_resps`, `filter`, `exact_match`) are here under their names; `filter` names the filter whose
+    `exact_match` that is, and `extractions` holds both.
+
+    Attributes:
+        doc_id: Index of the question in the dataset's split.
+        state: `right`, `wrong`, `truncated`, `no_answer`, `error`, under `filter`.
+    """
+
+    workload: str
+    doc_id: int
+    doc: dict[str, str]
+    target: str
+    arguments: dict[str, Any]
+    resps: list[list[str]]
+    filtered_resps: list[str]
+    filter: str
+    exact_match: float | None
+    state: AnswerState
+    extractions: dict[str, Extraction]
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    reasoning: str | None = None
+    tokens: list[TokenStep] | None = None
+    e2el_s: float | None = None
+    error: str | None = None
+
+
+class AccuracyRun(Model):
+    """One gsm8k workload in one launch, its answers apart in `gsm8k.jsonl`.
+
+    Attributes:
+        num_questions: Questions asked.
+        answered: Lines written to `gsm8k.jsonl`.
+        questions_sha256: Hash over doc ids, questions, golds and prompt texts: equal in both variants or not comparable.
+    """
+
+    workload: str
+    num_questions: int
+    answered: int
+    max_concurrency: int
+    max_tokens: int
+    questions_sha256: str
+    started_s: float
+    ended_s: float
+    findings: list[Finding] = []
+
+
+ReadState = Literal["ok", "unreadable", "gone"]
+
+
+class ProcessWitness(Model):
+    """What `/proc` says of one process of a server's tree.
+
+    Attributes:
+        pid: Process id; with `start_ticks` it names one process for good.
+        start_ticks: Field 22 of `/proc/<pid>/stat`, clock ticks since boot.
+        name: Its title as it stands now, cut to 80 characters.
+        state: `ok`: environment read whole, sentinel seen. `unreadable`: see `reason`. `gone`: it ended meanwhile.
+        reason: Why the block proves nothing (wiped, empty, no permission, sentinel missing, ...).
+        started_with: Value of each variable of interest in the exec-time block; None is proven unset. Empty unless
+            `state` is `ok`.
+    """
+
+    pid: int
+    ppid: int
+    start_ticks: int
+    name: str
+    state: ReadState
+    reason: str | None = None
+    started_with: dict[str, str | None] = {}
+
+
+class EnvironmentCheck(Model):
+    """One verification of one launch: what was declared, what each process shows, what follows.
+
+    Attributes:
+        when: `before_load`, `after_load` or `attached`.
+        expected: Declared variables; None means must be unset.
+        processes: Every process of the tree.
+        log_matches: Each expected log pattern with the line that matched, or None.
+        plugins: Each required plugin with the process roles whose log shows that it loaded.
+        findings: Empty when everything declared was seen.
+    """
+
+    when: Literal["before_load", "after_load", "attached"]
+    expected: dict[str, str | None]
+    processes: list[ProcessWitness]
+    log_matches: dict[str, str | None] = {}
+    plugins: dict[str, list[str]] = {}
+    findings: list[Finding] = []
+
+
+class CacheEvidence(Model):
+    """One cache directory of a launch: proven empty before, and what it held after.
+
+    Attributes:
+        variable: The environment variable that names it.
+        files_before: Files in it before the launch; 0 or the launch fails.
+        files_after: Files in it after the launch.
+        bytes_after: Their size.
+    """
+
+    variable: str
+    path: str
+    files_before: int
+    files_after: int | None = None
+    bytes_after: int | None = None
+
+
+class Evidence(Model):
+    """`evidence.json`: everything a verdict about one launch rests on.
+
+    Attributes:
+        server_pid: The process we started.
+        socket_owner_pid: The process that holds the listening socket.
+        environment: Verifications, before and after load.
+        caches: The launch's own cache directories.
+        default_caches_touched: Files under the default cache locations that changed during the launch.
+        gpu_uuids: GPUs the launch could use; None with a reason in `gpu_absent` where there is none.
+        server_versions: What the server's interpreter reports: `python`, `vllm`, `torch`, ...
+        server_config: Resolved engine configuration lines from the log, for comparing variants.
+    """
+
+    server_pid: int | None = None
+    socket_owner_pid: int | None = None
+    environment: list[EnvironmentCheck] = []
+    caches: list[CacheEvidence] = []
+    default_caches_touched: list[str] = []
+    gpu_uuids: list[str] | None = None
+    gpu_absent: str | None = None
+    server_versions: dict[str, str] = {}
+    server_config: dict[str, str] = {}
+
+
+class Failure(Model):
+    """Why a launch did not complete.
+
+    Attributes:
+        kind: Class name of the error.
+        message: What happened.
+        phase: `preflight`, `start`, `ready`, `verify`, `warmup`, a cell's name, `stop`.
+        log_tail: The server's last words.
+        command: Shell command that starts the same server by hand.
+    """
+
+    kind: str
+    message: str
+    phase: str
+    code: str | None = None
+    hint: str | None = None
+    log_tail: list[str] = []
+    command: str | None = None
+
+
+class LaunchRecord(Model):
+    """One server lifetime: the statistical sample. Written atomically when the launch ends, failed or not.
+
+    Attributes:
+        sentinel: The unique value of `ABHARNESS_LAUNCH` in this launch's environment.
+        config_hash: Hash of the resolved configuration; `--resume` never mixes two.
+        argv: The exact command.
+        env: The exact environment, secrets redacted.
+        inherited: Names in `env` that came from the caller's environment.
+        not_passed: Names of switch-like variables the caller had and the server was not given.
+        ready_s: From process start to the first real completion.
+        wall_s: From preflight to stopped.
+        findings: Launch-level results of checks; those of a cell are with the cell.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    status: Literal["completed", "failed", "interrupted"]
+    experiment: str
+    launch_index: int
+    variant: Variant
+    sentinel: str
+    config_hash: str
+    started_at: str
+    argv: list[str]
+    env: dict[str, str]
+    inherited: list[str]
+    not_passed: list[str]
+    model: str
+    served_model_name: str
+    port: int
+    ready_s: float | None = None
+    stop_s: float | None = None
+    wall_s: float
+    findings: list[Finding] = []
+    cells: list[CellRecord] = []
+    accuracy: list[AccuracyRun] = []
+    error: Failure | None = None
+
+
+class RunRecord(Model):
+    """`experiment.json`: what was asked, what was planned, where it ran.
+
+    Attributes:
+        spec: The resolved spec as plain data.
+        plan: Order of the launches, as variant names.
+        provenance: Host, CPU, GPU, driver, versions, git commit and dirty flag of the working directory.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    experiment: str
+    question: str
+    config_hash: str
+    created_at: str
+    abharness_version: str
+    spec: dict[str, Any]
+    plan: list[Variant]
+    provenance: dict[str, Any]
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write a file whole or not at all: temporary file beside it, fsync, rename.
+
+    Raises:
+        OSError: With the path in it; an existing file is untouched.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_model(path: Path, model: Model) -> None:
+    """Write one record as indented JSON, atomically."""
+    write_text_atomic(path, json.dumps(model.model_dump(mode="json"), indent=1, allow_nan=False) + "\n")
+
+
+def append_lines(path: Path, lines: list[Model]) -> None:
+    """Append records as JSON lines and sync: lines written before a crash stay whole."""
+    text = "".join(json.dumps(line.model_dump(mode="json"), allow_nan=False) + "\n" for line in lines)
+    with path.open("a", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+M = TypeVar("M", bound=Model)
+
+
+def _migrate(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    version = data.get("schema_version")
+    if version is not None and (not isinstance(version, int) or version > SCHEMA_VERSION or version < 1):
+        raise RecordError(
+            f"{path}: schema version {version!r}, this abharness reads up to {SCHEMA_VERSION}",
+            hint="upgrade abharness to the version that wrote it",
+        )
+    return data
+
+
+def _no_constants(text: str) -> None:
+    # json.loads calls this for NaN, Infinity and -Infinity: a missing value, never a number.
+    return None
+
+
+def read_model(path: Path, kind: type[M]) -> M:
+    """Read one JSON record; bare NaN and infinities are read as missing.
+
+    Raises:
+        RecordError: Missing, not JSON, of a newer schema version, or not of this shape.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {error}") from error
+    try:
+        data = json.loads(text, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: not JSON: {error}", hint="the file is damaged; rerun with --resume") from error
+    if not isinstance(data, dict):
+        raise RecordError(f"{path}: a JSON object was expected, found {type(data).__name__}")
+    try:
+        return kind.model_validate(_migrate(data, path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RecordError(f"{path}: {where}: {first['msg']} ({error.error_count()} problem(s) in all)") from error
+
+
+def read_lines(path: Path, kind: type[M]) -> tuple[list[M], list[str]]:
+    """Read JSON lines, keeping every whole line.
+
+    Returns:
+        The records, and one warning for each line that was dropped (a half-written last line, damage).
+
+    Raises:
+        RecordError: The file cannot be opened.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: {error}") from error
+    records: list[M] = []
+    warnings: list[str] = []
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(kind.model_validate(json.loads(line, parse_constant=_no_constants)))
+        except (ValueError, RecursionError) as error:
+            reason = str(error).splitlines()[0]
+            warnings.append(f"{path}:{number}: line dropped: {reason}")
+    return records, warnings
