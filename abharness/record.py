@@ -234,7 +234,7 @@ class AccuracyRun(Model):
     Attributes:
         num_questions: Questions asked.
         answered: Lines written to `gsm8k.jsonl`.
-        questions_sha256: Hash over doc ids, questions, golds and prompt texts: equal in both variants or not comparable.
+        questions_sha256: Hash over doc ids, questions, golds and prompts: equal in both variants or not comparable.
     """
 
     workload: str
@@ -463,7 +463,7 @@ def _migrate(data: dict[str, Any], path: Path) -> dict[str, Any]:
     return data
 
 
-def _no_constants(text: str) -> None:
+def _no_constants(_constant: str) -> None:
     # json.loads calls this for NaN, Infinity and -Infinity: a missing value, never a number.
     return None
 
