@@ -165,6 +165,7 @@ class Gsm8kWorkload(_Strict):
         max_tokens: Longest answer.
         logprobs: Candidates a position, for explaining changed answers; null for none.
         filter: `flexible-extract` or `strict-match`: which one decides right and wrong.
+        min_exact_match: Share of right answers below which a variant's speed counts for nothing; null for no floor.
     """
 
     kind: Literal["gsm8k"]
@@ -178,6 +179,7 @@ class Gsm8kWorkload(_Strict):
     max_tokens: Count = 512
     logprobs: Annotated[int, Field(ge=1, le=20, strict=True)] | None = 5
     filter: Literal["strict-match", "flexible-extract"] = "flexible-extract"
+    min_exact_match: Annotated[float, Field(ge=0, le=1)] | None = None
 
 
 Workload = Annotated[DecodeWorkload | PrefillWorkload | Gsm8kWorkload, Field(discriminator="kind")]
