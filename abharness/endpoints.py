@@ -1,0 +1,131 @@
+"""vLLM's own endpoints beside the OpenAI API: `/tokenize` -> ordinary token ids, `/metrics` -> counter deltas.
+
+Nothing here is timed. `base_url` is the server's root, for example `http://127.0.0.1:8000`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from abharness.errors import LoadFailed
+from abharness.prompts import MIN_POOL_TOKENS, POOL_TEXT
+from abharness.record import ServerCounters
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_COUNTERS = {
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "generation_tokens": "vllm:generation_tokens_total",
+    "prefix_cache_queries": "vllm:prefix_cache_queries_total",
+    "prefix_cache_hits": "vllm:prefix_cache_hits_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
+"""Field of `ServerCounters` -> name in `/metrics`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPool:
+    """Ordinary token ids of the served model.
+
+    Attributes:
+        tokens: Distinct ids in ascending order.
+        max_model_len: The server's limit on prompt and output together, tokens; None when it does not say.
+    """
+
+    tokens: list[int]
+    max_model_len: int | None
+
+
+def token_pool(base_url: str, served_model: str, *, timeout_s: float = 60.0) -> TokenPool:
+    """Ask the server to tokenise plain English, without special tokens, and keep the distinct ids.
+
+    Raises:
+        LoadFailed: The endpoint did not answer with token ids, or with fewer than `MIN_POOL_TOKENS` distinct ones.
+    """
+    body = {"model": served_model, "prompt": POOL_TEXT, "add_special_tokens": False}
+    try:
+        answer = json.loads(_fetch(f"{base_url.rstrip('/')}/tokenize", timeout_s, body))
+    except (OSError, ValueError) as error:
+        raise LoadFailed(f"/tokenize did not answer: {error}") from error
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        raise LoadFailed("/tokenize answered without a list of token ids")
+    distinct = sorted(set(tokens))
+    if len(distinct) < MIN_POOL_TOKENS:
+        raise LoadFailed(
+            f"the model's tokeniser has {len(distinct)} distinct tokens for plain English, {MIN_POOL_TOKENS} needed",
+            hint="serve a model whose tokeniser has a vocabulary of English words",
+        )
+    limit = answer.get("max_model_len")
+    return TokenPool(distinct, limit if isinstance(limit, int) else None)
+
+
+def read_counters(base_url: str, *, timeout_s: float = 10.0) -> dict[str, float] | None:
+    """Read the counters of `ServerCounters` from `/metrics`, summed over engines and label sets.
+
+    Returns:
+        Value by field name, without the counters that the server does not export; None when `/metrics` cannot be
+        read or holds none of them.
+    """
+    try:
+        text = _fetch(f"{base_url.rstrip('/')}/metrics", timeout_s).decode("utf-8", "replace")
+    except OSError:
+        return None
+    fields = {name: field for field, name in _COUNTERS.items()}
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name not in fields:
+            continue
+        # Label values may hold spaces and braces; what follows the last brace is the value and maybe a timestamp.
+        sample = line.rpartition("}")[2].split() if "{" in line else line.split()[1:]
+        try:
+            value = float(sample[0])
+        except (IndexError, ValueError):
+            return None
+        if not math.isfinite(value):
+            return None
+        values[fields[name]] = values.get(fields[name], 0.0) + value
+    return values or None
+
+
+def counters_delta(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> ServerCounters | None:
+    """Difference of two readings of `read_counters`.
+
+    Returns:
+        None ("not checked") when a reading is missing or a counter went backwards, which means that another server
+        process answered the second time; a counter missing on either side is None in the result.
+    """
+    if before is None or after is None:
+        return None
+    deltas = {field: after[field] - before[field] for field in _COUNTERS if field in before and field in after}
+    if any(delta < 0 for delta in deltas.values()):
+        return None
+    return ServerCounters(**deltas)
+
+
+def _fetch(url: str, timeout_s: float, body: Mapping[str, Any] | None = None) -> bytes:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"not an HTTP URL: {url}")
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 - checked above
+    # The server is on loopback: a proxy of the caller's environment must not see, let alone answer, the request.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            content: bytes = response.read()
+            return content
+    except urllib.error.HTTPError as error:
+        # Closing frees the socket now; the caller only needs the status and the server's words.
+        with error:
+            words = error.read(300).decode("utf-8", "replace")
+        raise OSError(f"HTTP {error.code}: {words}") from None
+    except http.client.HTTPException as error:
+        raise OSError(f"broken response: {error!r}") from error

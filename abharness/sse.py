@@ -1,0 +1,263 @@
+"""Turns the timed reads of one streamed response into one `RequestRecord`: pure, after the traffic is over.
+
+The load generator keeps `(time, bytes)` for every read and looks inside none of them while it is being timed. Here the
+bytes become server-sent events (WHATWG HTML, section 9.2.6), the events become completion or chat chunks, and the
+chunks become times and counts. Whatever the bytes are, the result is a record: a stream that does not hold together is
+a failed request with the reason in `error`, never an exception and never a fast success.
+
+The rules, with the clients' mistakes that they answer:
+
+* An event's time is that of the read that completes it, wherever its first bytes came.
+* A chunk carries a token when it has text or reasoning text, or non-empty `token_ids`, or a running `usage` whose
+  `completion_tokens` grew. vLLM sends a chunk with empty text for a token whose text is held back (half a UTF-8
+  character) or not shown (a special token); the last two tell it from the role chunk and from keep-alives. Usage is
+  running when every chunk with choices had it: one that comes only at the end says nothing about its own chunk.
+* Output length is `usage.completion_tokens` and nothing else: chunks are no tokens, `max_tokens` is a wish.
+* The usage chunk sets usage only. The end of generation is the last chunk that carries a token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from abharness.record import RequestRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_MAX_ERROR_CHARS = 300
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What the client saw of one request, unparsed. Times are seconds of `time.monotonic`.
+
+    Attributes:
+        index: Position in the cell's prompt sequence.
+        submitted_s: When the request was handed to the HTTP client.
+        sent_s: When its bytes went to the socket; None if that never happened.
+        status: HTTP status; None if no response head arrived.
+        reads: Time and bytes of every read of the response body.
+        failure: Why the exchange broke off (transport error, timeout, cancellation); None after a clean end.
+        ended_s: When it was over.
+    """
+
+    index: int
+    submitted_s: float = 0.0
+    sent_s: float | None = None
+    status: int | None = None
+    reads: list[tuple[float, bytes]] = field(default_factory=list)
+    failure: str | None = None
+    ended_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event: the time of the read that completed it, its type and its data."""
+
+    time_s: float
+    name: str
+    data: bytes
+
+
+def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[Event]:
+    """Split the reads of a body into events; an event without its closing blank line is not one."""
+    body = b"".join(data for _, data in reads)
+    read = 0
+    read_end = len(reads[0][1]) if reads else 0
+    start = 3 if body.startswith(b"\xef\xbb\xbf") else 0
+    name = ""
+    lines: list[bytes] = []
+    for end in _LINE_END.finditer(body, start):
+        line = body[start : end.start()]
+        start = end.end()
+        if line:
+            key, _, value = line.partition(b":")
+            value = value.removeprefix(b" ")
+            if key == b"data":
+                lines.append(value)
+            elif key == b"event":
+                name = value.decode("utf-8", "replace")
+            continue
+        if lines:
+            while read_end < start:
+                read += 1
+                read_end += len(reads[read][1])
+            yield Event(reads[read][0], name, b"\n".join(lines))
+        name, lines = "", []
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile (0 to 1) by linear interpolation between order statistics, Hyndman and Fan's type 7.
+
+    Raises:
+        ValueError: No values.
+    """
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = math.ceil(place)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def to_record(
+    exchange: Exchange, *, prompt_sha256: str, requested_input_len: int, requested_output_len: int
+) -> RequestRecord:
+    """Read one exchange: when tokens came, how many the server says there were, and whether it all holds together.
+
+    Args:
+        exchange: What the client saw.
+        prompt_sha256: Hash of the prompt, see `RequestRecord`.
+        requested_input_len: Prompt tokens sent.
+        requested_output_len: `max_tokens` sent.
+
+    Returns:
+        The record. `error` is set, and names what is wrong, unless the response was a 200 that carried a token, a
+        finish reason, usage and `[DONE]`, with no error in the stream and a clean end.
+    """
+    stream = _Stream()
+    if exchange.status == 200:
+        for event in events(exchange.reads):
+            if event.data == b"[DONE]":
+                stream.done = True
+                break
+            stream.take(event)
+    gaps = [later - earlier for earlier, later in zip(stream.token_times, stream.token_times[1:], strict=False)]
+    return RequestRecord(
+        index=exchange.index,
+        prompt_sha256=prompt_sha256,
+        requested_input_len=requested_input_len,
+        requested_output_len=requested_output_len,
+        submitted_s=exchange.submitted_s,
+        sent_s=exchange.sent_s,
+        first_token_s=stream.token_times[0] if stream.token_times else None,
+        first_answer_s=stream.first_answer_s,
+        last_token_s=stream.token_times[-1] if stream.token_times else None,
+        prompt_tokens=stream.prompt_tokens,
+        output_tokens=stream.output_tokens,
+        cached_tokens=stream.cached_tokens,
+        chunks=len(stream.token_times),
+        itl_p50_s=quantile(gaps, 0.5) if gaps else None,
+        itl_p99_s=quantile(gaps, 0.99) if gaps else None,
+        itl_max_s=max(gaps) if gaps else None,
+        finish_reason=stream.finish_reason,
+        error=_error(exchange, stream),
+    )
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What the chunks of one stream add up to."""
+
+    token_times: list[float] = field(default_factory=list)
+    first_answer_s: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    running_usage: bool = True
+    done: bool = False
+    fault: str | None = None
+
+    def blame(self, fault: str) -> None:
+        # The first fault is the cause; what follows it in a broken stream is consequence.
+        self.fault = self.fault or fault
+
+    def take(self, event: Event) -> None:
+        try:
+            payload = json.loads(event.data.decode("utf-8"))
+        except (ValueError, RecursionError):
+            self.blame(f"bad JSON in the stream: {_excerpt(event.data)}")
+            return
+        if not isinstance(payload, dict):
+            self.blame(f"not a chunk: {_excerpt(event.data)}")
+            return
+        if event.name == "error" or payload.get("object") == "error" or payload.get("error") is not None:
+            self.blame(f"error in the stream: {_error_message(payload) or _excerpt(event.data)}")
+            return
+        tokens_before = self.output_tokens or 0
+        self._take_usage(payload.get("usage"))
+        choices = payload.get("choices")
+        if choices is None or choices == []:
+            return
+        self.running_usage = self.running_usage and payload.get("usage") is not None
+        choice = choices[0] if isinstance(choices, list) else None
+        delta = choice.get("delta") if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or not (delta is None or isinstance(delta, dict)):
+            self.blame(f"not a chunk: {_excerpt(event.data)}")
+            return
+        delta = delta or {}
+        reason = choice.get("finish_reason")
+        if isinstance(reason, str):
+            self.finish_reason = _storable(reason)
+        reasoning = bool(delta.get("reasoning") or delta.get("reasoning_content"))
+        answer = bool(choice.get("text") or delta.get("content"))
+        grown = self.running_usage and (self.output_tokens or 0) > tokens_before
+        silent = grown or bool(choice.get("token_ids"))
+        if answer or reasoning or silent:
+            self.token_times.append(event.time_s)
+        # A token without text counts as an answer in a completion, which has no reasoning; a chat chunk does not tell.
+        if self.first_answer_s is None and (answer or (silent and "text" in choice)):
+            self.first_answer_s = event.time_s
+
+    def _take_usage(self, usage: Any) -> None:
+        if usage is None:
+            return
+        if not isinstance(usage, dict):
+            self.blame("usage is not an object")
+            return
+        details = usage.get("prompt_tokens_details")
+        self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+        self.output_tokens = _count(usage.get("completion_tokens"), self.output_tokens)
+        if isinstance(details, dict):
+            self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return value if good else otherwise
+
+
+def _error(exchange: Exchange, stream: _Stream) -> str | None:
+    if exchange.status is not None and exchange.status != 200:
+        body = _excerpt(b"".join(data for _, data in exchange.reads)) or "empty body"
+        return _storable(f"HTTP {exchange.status}: {body}")
+    if stream.fault is not None:
+        return _storable(stream.fault)
+    if exchange.failure is not None:
+        return _storable(exchange.failure)
+    if exchange.status is None:
+        return "no response"
+    missing = [
+        what
+        for what, there in (
+            ("a chunk with a token", bool(stream.token_times)),
+            ("a finish_reason", stream.finish_reason is not None),
+            ("usage", stream.output_tokens is not None),
+            ("[DONE]", stream.done),
+        )
+        if not there
+    ]
+    return f"the stream ended without {', '.join(missing)}" if missing else None
+
+
+def _error_message(payload: dict[str, Any]) -> str | None:
+    error = payload.get("error", payload)
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else None
+
+
+def _excerpt(data: bytes) -> str:
+    return data[:_MAX_ERROR_CHARS].decode("utf-8", "replace").strip()
+
+
+def _storable(text: str) -> str:
+    # JSON may spell half a surrogate pair, which no UTF-8 file can hold.
+    return text[:_MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
