@@ -116,7 +116,9 @@ def remove_tree(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        raise InstallError(f"{error.filename or folder}: {error.strerror}", hint="remove that folder by hand") from error
+        raise InstallError(
+            f"{error.filename or folder}: {error.strerror}", hint="remove that folder by hand"
+        ) from error
 
 
 def run_logged(

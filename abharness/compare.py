@@ -410,7 +410,7 @@ def _call(cells: list[Cell], spec: ExperimentSpec) -> list[Cell]:
             cell, row = primary[0]
             corrected[cell.key, metric.name] = row.ratio.p or 0.0
             family = [item for item in family if item is not primary[0]]
-        for (cell, row), p in zip(family, stats.holm([row.ratio.p or 0.0 for _, row in family]), strict=True):
+        for (cell, _row_), p in zip(family, stats.holm([row.ratio.p or 0.0 for _, row in family]), strict=True):
             corrected[cell.key, metric.name] = p
     result: list[Cell] = []
     for cell in cells:
@@ -491,7 +491,7 @@ def _accuracy(
         if _given(first["baseline"][doc_id]) != _given(first["candidate"][doc_id])
     ]
     states = {
-        variant: dict(Counter(table[doc_id].state for table in tables[variant] for doc_id in common))
+        variant: dict(Counter(str(table[doc_id].state) for table in tables[variant] for doc_id in common))
         for variant in VARIANTS
     }
     return Accuracy(

@@ -363,7 +363,9 @@ def _query(python: Path, names: tuple[str, ...]) -> dict[str, Any]:
         )
         answer: dict[str, Any] = json.loads(result.stdout)
     except subprocess.CalledProcessError as error:
-        raise PreflightError(f"{python} cannot run: exit status {error.returncode}: {error.stderr}", hint=hint) from error
+        raise PreflightError(
+            f"{python} cannot run: exit status {error.returncode}: {error.stderr}", hint=hint
+        ) from error
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise PreflightError(f"{python} does not answer as a Python interpreter: {error}", hint=hint) from error
     return answer

@@ -29,6 +29,7 @@ class Metric:
         higher_is_better: Direction.
         kinds: Workload kinds that have it.
         headline: The one metric of these kinds that decides the verdict; the others describe.
+        chief: Shown without `--all-metrics`.
     """
 
     name: str
@@ -38,20 +39,21 @@ class Metric:
     higher_is_better: bool
     kinds: tuple[Kind, ...]
     headline: bool = False
+    chief: bool = False
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("output_throughput", "tok/s", "tok/s", 1, True, ("decode",), headline=True),
-    Metric("output_throughput_steady", "tok/s", "tok/s", 1, True, ("decode",)),
-    Metric("prefill_throughput", "tok/s", "tok/s", 1, True, ("prefill",), headline=True),
+    Metric("output_throughput", "tok/s", "tok/s", 1, True, ("decode",), headline=True, chief=True),
+    Metric("output_throughput_steady", "tok/s", "tok/s", 1, True, ("decode",), chief=True),
+    Metric("prefill_throughput", "tok/s", "tok/s", 1, True, ("prefill",), headline=True, chief=True),
     Metric("total_token_throughput", "tok/s", "tok/s", 1, True, ("decode",)),
     Metric("request_throughput", "1/s", "req/s", 1, True, ("decode", "prefill")),
-    Metric("ttft", "s", "ms", 1e3, False, ("decode", "prefill")),
+    Metric("ttft", "s", "ms", 1e3, False, ("decode", "prefill"), chief=True),
     Metric("ttft_p99", "s", "ms", 1e3, False, ("decode", "prefill")),
-    Metric("tpot", "s", "ms", 1e3, False, ("decode",)),
+    Metric("tpot", "s", "ms", 1e3, False, ("decode",), chief=True),
     Metric("tpot_p99", "s", "ms", 1e3, False, ("decode",)),
     Metric("itl", "s", "ms", 1e3, False, ("decode",)),
-    Metric("itl_p99", "s", "ms", 1e3, False, ("decode",)),
+    Metric("itl_p99", "s", "ms", 1e3, False, ("decode",), chief=True),
     Metric("e2el", "s", "ms", 1e3, False, ("decode", "prefill")),
     Metric("e2el_p99", "s", "ms", 1e3, False, ("decode", "prefill")),
 )

@@ -32,12 +32,13 @@ class _Footnotes:
         return f"[{self.texts.index(text) + 1}]"
 
 
-def render(comparisons: list[Comparison], form: str) -> str:
-    """All comparisons as `text`, `markdown` or `json`."""
+def render(comparisons: list[Comparison], form: str, *, all_metrics: bool = False) -> str:
+    """All comparisons as `text`, `markdown` or `json`; JSON has every metric in any case."""
     if form == "json":
         return json.dumps({"comparisons": [to_json(item) for item in comparisons]}, indent=1, allow_nan=False) + "\n"
     one = _markdown if form == "markdown" else _text
-    return ("\n\n" if form == "text" else "\n\n---\n\n").join(one(item) for item in comparisons) + "\n"
+    between = "\n\n" if form == "text" else "\n\n---\n\n"
+    return between.join(one(item, all_metrics=all_metrics) for item in comparisons) + "\n"
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def _launches(comparison: Comparison) -> str:
     return f"n={counts[0]}" if counts[0] == counts[1] else f"n={counts[0]}+{counts[1]}"
 
 
-def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes) -> list[list[str]]:
+def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[list[str]]:
     launches = _launches(comparison)
     return [
         [
@@ -87,6 +88,7 @@ def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes) -> list[list[st
             _change(row, launches, notes),
         ]
         for row in cell.rows
+        if all_metrics or row.metric.chief
     ]
 
 
@@ -161,19 +163,19 @@ def _remarks(comparison: Comparison) -> list[str]:
     return lines + [f"warning: {text}" for text in comparison.warnings]
 
 
-def _sections(comparison: Comparison, notes: _Footnotes) -> list[tuple[str, list[list[str]]]]:
+def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[tuple[str, list[list[str]]]]:
     sections = []
     for cell in comparison.cells:
-        sections.append((str(cell.key), _rows(cell, comparison, notes)))
+        sections.append((str(cell.key), _rows(cell, comparison, notes, all_metrics=all_metrics)))
     for item in comparison.accuracy:
         sections.append((f"{item.workload} {item.num_questions} questions", _accuracy_rows(item, notes)))
     return sections
 
 
-def _text(comparison: Comparison) -> str:
+def _text(comparison: Comparison, *, all_metrics: bool) -> str:
     notes = _Footnotes()
     lines = [*_heading(comparison)]
-    sections = _sections(comparison, notes)
+    sections = _sections(comparison, notes, all_metrics=all_metrics)
     head = ["", *VARIANTS, "vs baseline"]
     body = [head, *(row for _, rows in sections for row in rows)]
     formatted = _table(body) if sections else []
@@ -193,13 +195,13 @@ def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def _markdown(comparison: Comparison) -> str:
+def _markdown(comparison: Comparison, *, all_metrics: bool) -> str:
     notes = _Footnotes()
     heading = _heading(comparison)
     lines = [f"## {_escape(heading[0])}", ""]
     lines += [f"{_escape(line)}  " for line in heading[1:-1]]
     lines += ["", f"**{_escape(heading[-1])}**"]
-    for title, rows in _sections(comparison, notes):
+    for title, rows in _sections(comparison, notes, all_metrics=all_metrics):
         lines += ["", f"| {_escape(title)} | baseline | candidate | vs baseline |", "| --- | ---: | ---: | --- |"]
         lines += [f"| {' | '.join(map(_escape, row))} |" for row in rows]
     if notes.texts:
