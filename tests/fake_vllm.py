@@ -126,26 +126,31 @@ def log(role: str, text: str, level: str = "INFO", where: str = "fake_vllm.py:1"
 
 
 def load_plugins(role: str, skip: set[str]) -> None:
-    """What vLLM does in every process: list, filter by VLLM_PLUGINS, call; a plugin that fails is only logged."""
+    """What vLLM does in every process: filter by VLLM_PLUGINS, call; a failure is only logged, success only at DEBUG."""
+
+    def debug(text: str, where: str) -> None:
+        if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG":
+            log(role, text, "DEBUG", where)
+
     found = [plugin for plugin in entry_points(group="vllm.general_plugins") if plugin.name not in skip]
     if not found:
         return
-    log(role, "Available plugins for group vllm.general_plugins:", where="__init__.py:43")
+    debug("Available plugins for group vllm.general_plugins:", "__init__.py:43")
     for plugin in found:
-        log(role, f"- {plugin.name} -> {plugin.value}", where="__init__.py:45")
+        debug(f"- {plugin.name} -> {plugin.value}", "__init__.py:45")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is None:
-        log(role, "All plugins in this group will be loaded. Set `VLLM_PLUGINS` to control which plugins to load.",
-            where="__init__.py:48")  # fmt: skip
+        debug("All plugins in this group will be loaded. Set `VLLM_PLUGINS` to control which plugins to load.",
+              "__init__.py:48")  # fmt: skip
     for plugin in found:
         if allowed is not None and plugin.name not in allowed.split(","):
             continue
         if allowed is not None:
-            log(role, f"Loading plugin {plugin.name}", where="__init__.py:55")
+            debug(f"Loading plugin {plugin.name}", "__init__.py:55")
         try:
             plugin.load()()
         except Exception as error:
-            log(role, f"Failed to load plugin {plugin.name}: {error!r}", "ERROR", "__init__.py:60")
+            log(role, f"Failed to load plugin {plugin.name}\n{error!r}", "ERROR", "__init__.py:60")
 
 
 # --- the engine process ---------------------------------------------------------------------------------------------
