@@ -126,7 +126,7 @@ def log(role: str, text: str, level: str = "INFO", where: str = "fake_vllm.py:1"
 
 
 def load_plugins(role: str, skip: set[str]) -> None:
-    """What vLLM does in every process: filter by VLLM_PLUGINS, call; a failure is only logged, success only at DEBUG."""
+    """As vLLM does in every process: filter by VLLM_PLUGINS, call; log failures, and at DEBUG what was loaded."""
 
     def debug(text: str, where: str) -> None:
         if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG":
