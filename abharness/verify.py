@@ -37,12 +37,10 @@ class LogCheck:
 
     Attributes:
         matches: Each expected pattern with the first line that matched, or None.
-        plugins: Each required plugin with the roles whose log lines show that it loaded.
         roles: Process id to role, from the line prefixes.
     """
 
     matches: dict[str, str | None]
-    plugins: dict[str, list[str]]
     roles: dict[int, str]
     findings: list[Finding]
 
@@ -151,7 +149,7 @@ def check_log(
                 Finding(
                     code="switch_not_recognised",
                     message=f"{name} was delivered and not recognised; the server's log: {line.strip()[:200]!r}",
-                    hint="this vLLM does not read it (renamed, removed or misspelt), so both variants run the same path; "
+                    hint="this vLLM does not read it (renamed, removed, misspelt), so both variants run the same path; "
                     "if a plugin reads it, give it a name that does not begin with VLLM_",
                     fatal=True,
                 )
@@ -186,7 +184,7 @@ def check_log(
         prefix = PREFIX.match(line)
         if prefix:
             roles[int(prefix["pid"])] = prefix["role"]
-    return LogCheck(matches, {}, roles, findings)
+    return LogCheck(matches, roles, findings)
 
 
 def suspicious_values(baseline_env: Mapping[str, str | None], candidate_env: Mapping[str, str | None]) -> list[Finding]:
@@ -205,9 +203,9 @@ def suspicious_values(baseline_env: Mapping[str, str | None], candidate_env: Map
             findings.append(
                 Finding(
                     code="truthiness_risk",
-                    message=f"{name} differs only as {one!r} against {other!r}: code that tests whether it is set takes "
-                    "both as on, code that compares with '1' takes 'true' as off",
-                    hint=f"give the baseline `{name}: null` (must be unset), or an expect_log line that tells them apart",
+                    message=f"{name} differs only as {one!r} against {other!r}: code that tests whether it is set "
+                    "takes both as on, code that compares with '1' takes 'true' as off",
+                    hint=f"give the baseline `{name}: null` (must be unset), or an expect_log line that differs",
                 )
             )
     return findings
@@ -307,17 +305,17 @@ def _check_plugins(
     # vLLM loads general plugins once a process and swallows what fails; the processes that run the model count.
     lines = [ANSI.sub("", line) for line in log_text.splitlines()]
     needed = {witness.pid: roles[witness.pid] for witness in alive if _runs_model(roles[witness.pid])}
+    prefixed = [(int(prefix["pid"]), line) for line in lines if (prefix := PREFIX.match(line))]
+    all_listed = {pid for pid, line in prefixed if "All plugins in this group will be loaded" in line}
     everywhere: dict[str, list[str]] = {}
     findings: list[Finding] = []
     for plugin in plugins:
         pids = {pid for pid, names in reported.items() if plugin in names}
         loading = re.compile(rf"\bLoading plugin {re.escape(plugin)}\s*$")
+        listing = re.compile(rf"\] - {re.escape(plugin)} -> ")
         failing = re.compile(rf"\bFailed to load plugin {re.escape(plugin)}\s*$")
         failed = next((line.strip() for line in lines if failing.search(line)), None)
-        for line in lines:
-            prefix = PREFIX.match(line)
-            if prefix and loading.search(line):
-                pids.add(int(prefix["pid"]))
+        pids |= {pid for pid, line in prefixed if loading.search(line) or (pid in all_listed and listing.search(line))}
         names = {pid: roles.get(pid, logged_roles.get(pid, "process")) for pid in pids}
         everywhere[plugin] = sorted(set(names.values()))
         missing = [f"pid {pid} ({role})" for pid, role in sorted(needed.items()) if pid not in pids]
@@ -330,8 +328,8 @@ def _check_plugins(
                 message=f"plugin {plugin}: "
                 + (f"the log says {failed[:200]!r}; " if failed else "")
                 + f"seen loaded in {loaded_in}, not in {', '.join(missing) or 'a process that runs the model'}",
-                hint="it is not installed for this interpreter, not named in VLLM_PLUGINS, or failed on import; vLLM logs "
-                "what it loads only with VLLM_LOGGING_LEVEL=DEBUG, and abharness_probe in VLLM_PLUGINS reports it",
+                hint="it is not installed for this interpreter, not named in VLLM_PLUGINS, or failed on import; vLLM "
+                "logs what it loads only with VLLM_LOGGING_LEVEL=DEBUG, and abharness_probe in VLLM_PLUGINS reports it",
                 fatal=True,
             )
         )
