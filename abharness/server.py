@@ -14,50 +14,39 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 from abharness import procfs
 from abharness.errors import PreflightError, ServerDied, ServerNotReady, TeardownError, WrongServer
-from abharness.record import CacheEvidence
+from abharness.resources import (
+    SharedMemory,
+    changed_files,
+    check_caches_empty,
+    check_gpu_free,
+    check_port_free,
+    measure_cache,
+    memory_problem,
+    named,
+    port_problem,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
     from types import TracebackType
 
+    from abharness.record import CacheEvidence
+    from abharness.resources import GpuMemory
+
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where the C library keeps named segments and semaphores
-# Names that Python's multiprocessing gives its segments and semaphores.
-SHARED_NAME = re.compile(r"psm_\w+|sem\.mp-\w+")
 POLL_S = 0.1
-# A driver keeps some memory of its own, and frees a context's in steps.
-GPU_MEMORY_TOLERANCE_BYTES = 512 * 2**20
-GPU_IDLE_LIMIT_BYTES = 2 * 2**30
 LOG_HEAD_BYTES = 48 * 2**20
 LOG_TAIL_BYTES = 16 * 2**20
-WALK_LIMIT = 200_000
-
-
-class GpuMemory(Protocol):
-    """What this module asks of `telemetry.Gpu`."""
-
-    def uuids(self) -> list[str]:
-        """UUIDs of the devices the launch can use."""
-        ...
-
-    def memory_used_bytes(self, uuid: str) -> int:
-        """Device memory in use now."""
-        ...
-
-    def compute_pids(self, uuid: str) -> list[int]:
-        """Processes with a compute context."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,109 +86,6 @@ class LaunchCommand:
     gpu_release_s: float = 60.0
 
 
-# --- preflight ------------------------------------------------------------------------------------------------------
-
-
-def check_port_free(host: str, port: int) -> None:
-    """Nothing may listen where the server will.
-
-    Raises:
-        PreflightError: Something does; it is named where it can be seen.
-    """
-    holders = [pid for listener in procfs.listeners(host, port) for pid in listener.pids]
-    if not holders and not procfs.listeners(host, port) and not procfs.port_open(host, port):
-        return
-    named = (
-        "; ".join(f"pid {pid} ({procfs.title(pid)})" for pid in holders) or "a process that cannot be seen from here"
-    )
-    raise PreflightError(
-        f"port {port} on {host} is taken by {named}",
-        hint="stop it, or give the experiment another port; it may be the server of a run that was killed",
-        code="wrong_server",
-    )
-
-
-def check_paths_distinct(paths: Mapping[str, Path]) -> None:
-    """Cache directories must be different ones after every symlink and `~` is resolved.
-
-    Args:
-        paths: A name for people (variant and variable) to the directory.
-
-    Raises:
-        PreflightError: Two are the same directory.
-    """
-    seen: dict[Path, str] = {}
-    for name, path in paths.items():
-        real = path.expanduser().resolve()
-        if real in seen:
-            raise PreflightError(
-                f"{name} and {seen[real]} are the same directory: {real}",
-                hint="what one variant compiles would be loaded by the other; give each its own",
-                code="compile_cache_reused",
-            )
-        seen[real] = name
-
-
-def check_caches_empty(cache_dirs: Mapping[str, Path]) -> list[CacheEvidence]:
-    """Make the cache directories of a launch and prove them empty and distinct.
-
-    Raises:
-        PreflightError: One holds a file, is none, or is the same as another.
-    """
-    check_paths_distinct(cache_dirs)
-    evidence = []
-    for variable, path in cache_dirs.items():
-        real = path.expanduser().resolve()
-        try:
-            real.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PreflightError(f"{variable}={path} is no directory: {error}", code="compile_cache_reused") from error
-        files = [Path(folder, name) for folder, _, names in os.walk(real) for name in names]
-        if files:
-            raise PreflightError(
-                f"{variable}={path} is not empty before the launch: {len(files)} file(s), for example {files[0]}",
-                hint="a launch must compile afresh; remove the directory",
-                code="compile_cache_reused",
-            )
-        evidence.append(CacheEvidence(variable=variable, path=str(path), files_before=0))
-    return evidence
-
-
-def check_disk_free(path: Path, needed_bytes: int) -> None:
-    """The file system of an existing path must have room.
-
-    Raises:
-        PreflightError: It has less than `needed_bytes`.
-    """
-    free = shutil.disk_usage(path).free
-    if free < needed_bytes:
-        raise PreflightError(
-            f"{path}: {free / 2**30:.2f} GiB free, {needed_bytes / 2**30:.2f} GiB needed for caches, logs and records",
-            hint="free some space, or choose another results directory",
-        )
-
-
-def check_gpu_free(gpu: GpuMemory) -> None:
-    """No other process may use the devices.
-
-    Raises:
-        PreflightError: One does, or more than 2 GiB are in use by processes that cannot be seen.
-    """
-    for uuid in gpu.uuids():
-        pids = gpu.compute_pids(uuid)
-        used = gpu.memory_used_bytes(uuid)
-        if pids or used > GPU_IDLE_LIMIT_BYTES:
-            named = ", ".join(f"pid {pid} ({procfs.title(pid)})" for pid in pids) or "processes not visible from here"
-            raise PreflightError(
-                f"GPU {uuid} is in use: {used / 2**30:.1f} GiB held by {named}",
-                hint="stop them, or choose an idle GPU with CUDA_VISIBLE_DEVICES=<its UUID>",
-                code="foreign_gpu_process",
-            )
-
-
-# --- the server -----------------------------------------------------------------------------------------------------
-
-
 class VllmServer:
     """One server lifetime; a context manager that starts it on entry and stops it on every way out.
 
@@ -220,8 +106,7 @@ class VllmServer:
         self._known: dict[tuple[int, int], str] = {}
         self._caches: list[CacheEvidence] = []
         self._memory_before: dict[str, int] = {}
-        self._shm_before: set[str] = set()
-        self._shm_ours: set[str] = set()
+        self._shared = SharedMemory()
         self._started_wall = 0.0
         self._started = 0.0
         self._observed = 0.0
@@ -267,7 +152,7 @@ class VllmServer:
         check_gpu_free(command.gpu)
         self._caches = check_caches_empty(command.cache_dirs)
         self._memory_before = {uuid: command.gpu.memory_used_bytes(uuid) for uuid in command.gpu.uuids()}
-        self._shm_before = _shared_names()
+        self._shared.begin()
         try:
             self._log = command.log_path.open("wb")
             self._started_wall, self._started = time.time(), time.monotonic()
@@ -319,7 +204,7 @@ class VllmServer:
                 if outcome is None and owner is not None:
                     self._raise_if_dead("right after its first completion")
                     self.socket_owner_pid, self.ready_s = owner, attempt.ended - self._started
-                    self._note_shared_memory()
+                    self._shared.note(pid for pid, _ in self._remaining())
                     return
                 reason, attempt = outcome or "the listening socket was closed again", None
                 time.sleep(POLL_S)
@@ -347,7 +232,11 @@ class VllmServer:
         for pid, ticks in list(self._known):
             ours.update((one.pid, one) for one in procfs.descendants(pid, everything) if procfs.is_alive(pid, ticks))
         for one in ours.values():
-            self._known[one.pid, one.start_ticks] = procfs.title(one.pid)
+            title = procfs.title(one.pid)
+            # What ends has no title any more: the one it had tells what it was.
+            if one.state in "ZX" or title.startswith("["):
+                title = self._known.get((one.pid, one.start_ticks), title)
+            self._known[one.pid, one.start_ticks] = title
         self._observed = time.monotonic()
         return [one for one in ours.values() if one.state not in "ZX"]
 
@@ -387,8 +276,10 @@ class VllmServer:
         if self._process is None or self.stop_s is not None:
             return
         problems = [f"pid {pid} ({self._known[pid, ticks]}) is still there" for pid, ticks in self._remaining()]
-        problems += self._port_problem() + self._memory_problem()
-        self._remove_shared_memory()
+        command = self.command
+        problems += port_problem(command.host, command.port, command.grace_s)
+        problems += memory_problem(command.gpu, self._memory_before, command.gpu_release_s)
+        self._shared.remove()
         self.stop_s = time.monotonic() - began
         if problems:
             raise TeardownError(
@@ -401,42 +292,15 @@ class VllmServer:
 
     def cache_evidence(self) -> list[CacheEvidence]:
         """What each cache directory holds now."""
-        evidence = []
-        for one in self._caches:
-            sizes = []
-            for folder, _, names in os.walk(Path(one.path).expanduser().resolve()):
-                for name in names:
-                    try:
-                        sizes.append(Path(folder, name).lstat().st_size)
-                    except FileNotFoundError:
-                        continue  # temporary files come and go while it compiles
-            evidence.append(one.model_copy(update={"files_after": len(sizes), "bytes_after": sum(sizes)}))
-        return evidence
+        return [measure_cache(one) for one in self._caches]
 
     def defaults_touched(self) -> list[str]:
         """Files below the watched default cache locations that changed since the start; the walk is bounded."""
-        # Time stamps of files are taken from a clock that is up to one kernel tick behind.
-        since = self._started_wall - 0.02
-        touched: list[str] = []
-        seen = 0
-        for top in self.command.watched_defaults:
-            for folder, _, names in os.walk(top.expanduser().resolve()):
-                for name in names:
-                    seen += 1
-                    path = Path(folder, name)
-                    try:
-                        state = path.lstat()
-                    except FileNotFoundError:
-                        continue
-                    if max(state.st_mtime, state.st_ctime) > since:
-                        touched.append(str(path))
-                if seen > WALK_LIMIT:
-                    return [*touched, f"{folder}: not looked at beyond here, more than {WALK_LIMIT} files"]
-        return touched
+        return changed_files(self.command.watched_defaults, self._started_wall)
 
     def leftovers(self) -> list[str]:
         """Shared-memory names that appeared during the launch and could not be proven its own."""
-        return sorted(str(SHARED_MEMORY / name) for name in _shared_names() - self._shm_before)
+        return self._shared.appeared()
 
     def log_text(self) -> str:
         """The server's output; of a very long one its first 48 and last 16 MiB."""
@@ -460,16 +324,13 @@ class VllmServer:
     # Inside.
 
     def _raise_if_dead(self, moment: str) -> None:
-        assert self._process is not None
-        if self._process.poll() is None and (self.ready_s is not None or self.alive() is None):
-            return
-        code = self._process.poll()
-        what = f"the server {_status(code)}" if code is not None else self.alive()
-        raise ServerDied(
-            f"{what} {time.monotonic() - self._started:.1f} s after its start, {moment}",
-            hint=f"by hand: {self.by_hand()}",
-            log_tail=self.log_tail(),
-        )
+        ended = self.alive()
+        if ended is not None:
+            raise ServerDied(
+                f"{ended} {time.monotonic() - self._started:.1f} s after its start, {moment}",
+                hint=f"by hand: {self.by_hand()}",
+                log_tail=self.log_tail(),
+            )
 
     def _our_listener(self) -> int | None:
         """The process of ours that holds the listening socket; None when nothing listens."""
@@ -485,9 +346,8 @@ class VllmServer:
                 break
             self.observe()  # it may be a child that has only just been started
         pids = [pid for one in foreign for pid in one.pids]
-        named = "; ".join(f"pid {pid} ({procfs.title(pid)})" for pid in pids) or "a process that cannot be seen"
         raise WrongServer(
-            f"port {self.command.port} on {self.command.host} is answered by {named}, not by the server that was "
+            f"port {self.command.port} on {self.command.host} is answered by {named(pids)}, not by the server that was "
             f"started (pid {self.pid}); nothing was sent to it",
             hint="it took the port while our server was starting; stop it, or choose another port",
             code="wrong_server",
@@ -498,90 +358,34 @@ class VllmServer:
         return [(pid, ticks) for pid, ticks in self._known if procfs.is_alive(pid, ticks)]
 
     def _end_processes(self, numbers: Sequence[signal.Signals]) -> None:
-        if self._process is None:
+        if not self._started:
             return
         self._adopt_carriers()
-        self._note_shared_memory()
+        self._shared.note(pid for pid, _ in self._remaining())
         for number in numbers:
-            if not self._remaining():
-                return
-            root = self._process.pid
             # vLLM's server ends its own children in order when it is asked alone; the others are told afterwards.
+            root = self._process.pid if self._process is not None else None
             targets = [one for one in self._remaining() if number is not signal.SIGINT or one[0] == root]
             if not targets:
                 continue
             _signal(targets, number)
             deadline = time.monotonic() + self.command.grace_s
             while time.monotonic() < deadline:
-                ended = self._process.poll() is not None
+                if self._process is not None:
+                    self._process.poll()
                 self.observe()
+                if not self._remaining():
+                    break
                 if number is signal.SIGKILL:
                     _signal(self._remaining(), number)
-                if ended and not self._remaining():
-                    return
                 time.sleep(POLL_S / 2)
             self._adopt_carriers()
 
     def _adopt_carriers(self) -> None:
         self.observe()
         for one in procfs.carrying(*self.command.sentinel):
-            self._known.setdefault((one.pid, one.start_ticks), procfs.title(one.pid))
-
-    def _port_problem(self) -> list[str]:
-        deadline = time.monotonic() + self.command.grace_s
-        while found := procfs.listeners(self.command.host, self.command.port):
-            if time.monotonic() > deadline:
-                pids = [pid for one in found for pid in one.pids]
-                named = ", ".join(f"pid {pid} ({procfs.title(pid)})" for pid in pids) or "a process that cannot be seen"
-                return [f"port {self.command.port} is still open, held by {named}"]
-            time.sleep(POLL_S)
-        return []
-
-    def _memory_problem(self) -> list[str]:
-        gpu = self.command.gpu
-        deadline = time.monotonic() + self.command.gpu_release_s
-        while True:
-            used = {uuid: gpu.memory_used_bytes(uuid) for uuid in self._memory_before}
-            kept = {
-                u: used[u] for u, before in self._memory_before.items() if used[u] > before + GPU_MEMORY_TOLERANCE_BYTES
-            }
-            if not kept:
-                return []
-            if time.monotonic() > deadline:
-                break
-            time.sleep(POLL_S * 2)
-        problems = []
-        for uuid, now in kept.items():
-            pids = (
-                ", ".join(f"pid {pid} ({procfs.title(pid)})" for pid in gpu.compute_pids(uuid)) or "no visible process"
-            )
-            before = self._memory_before[uuid]
-            problems.append(
-                f"GPU {uuid} has {now / 2**30:.1f} GiB in use, {before / 2**30:.1f} GiB before the launch; on it: {pids}"
-            )
-        return problems
-
-    def _note_shared_memory(self) -> None:
-        # What our processes had mapped is ours; a name that merely appeared meanwhile may be anybody's.
-        prefix = f"{SHARED_MEMORY}/"
-        for pid, _ in self._remaining():
-            self._shm_ours |= {path.removeprefix(prefix) for path in procfs.files_in_use(pid, prefix)}
-
-    def _remove_shared_memory(self) -> None:
-        new = {name for name in _shared_names() - self._shm_before if name in self._shm_ours}
-        if not new:
-            return
-        prefix = f"{SHARED_MEMORY}/"
-        in_use = {path for one in procfs.processes() for path in procfs.files_in_use(one.pid, prefix)}
-        for name in new:
-            path = SHARED_MEMORY / name
-            if str(path) in in_use:
-                continue
-            try:
-                if path.lstat().st_uid == os.getuid():
-                    path.unlink()
-            except FileNotFoundError:
-                continue
+            if one.pid != os.getpid():
+                self._known.setdefault((one.pid, one.start_ticks), procfs.title(one.pid))
 
 
 class _Attempt:
@@ -595,7 +399,7 @@ class _Attempt:
         def run() -> None:
             try:
                 self._outcome = call()
-            except BaseException as error:  # noqa: BLE001  # raised again in the waiting thread
+            except BaseException as error:  # raised again in the waiting thread
                 self._error = error
             self.ended = time.monotonic()
 
@@ -629,13 +433,6 @@ def _signal(targets: Iterable[tuple[int, int]], number: signal.Signals) -> None:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
-
-
-def _shared_names() -> set[str]:
-    try:
-        return {path.name for path in SHARED_MEMORY.iterdir() if SHARED_NAME.fullmatch(path.name)}
-    except FileNotFoundError:
-        return set()
 
 
 def _read_bounded(path: Path, head: int, tail: int) -> str:

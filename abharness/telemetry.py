@@ -167,8 +167,8 @@ def _visible(uuids: list[str], environ: Mapping[str, str]) -> list[str]:
         if token.isdecimal():
             if len(uuids) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
                 raise PreflightError(
-                    f"CUDA_VISIBLE_DEVICES={listed!r} is ambiguous: this host has {len(uuids)} GPUs, and CUDA's default "
-                    "order (fastest first) need not be NVML's (PCI)",
+                    f"CUDA_VISIBLE_DEVICES={listed!r} is ambiguous: of {len(uuids)} GPUs, since CUDA's default order "
+                    "(fastest first) need not be NVML's (PCI)",
                     hint=f"name the GPU by UUID, for example CUDA_VISIBLE_DEVICES={uuids[0]}, "
                     "or set CUDA_DEVICE_ORDER=PCI_BUS_ID",
                 )
