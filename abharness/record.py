@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -321,7 +322,6 @@ class Evidence(Model):
         default_caches_touched: Files under the default cache locations that changed during the launch.
         gpu_uuids: GPUs the launch could use; None with a reason in `gpu_absent` where there is none.
         server_versions: What the server's interpreter reports: `python`, `vllm`, `torch`, ...
-        server_config: Resolved engine configuration lines from the log, for comparing variants.
     """
 
     server_pid: int | None = None
@@ -332,7 +332,6 @@ class Evidence(Model):
     gpu_uuids: list[str] | None = None
     gpu_absent: str | None = None
     server_versions: dict[str, str] = {}
-    server_config: dict[str, str] = {}
 
 
 class Failure(Model):
@@ -441,7 +440,7 @@ def write_model(path: Path, model: Model) -> None:
     write_text_atomic(path, json.dumps(model.model_dump(mode="json"), indent=1, allow_nan=False) + "\n")
 
 
-def append_lines(path: Path, lines: list[Model]) -> None:
+def append_lines(path: Path, lines: Sequence[Model]) -> None:
     """Append records as JSON lines and sync: lines written before a crash stay whole."""
     text = "".join(json.dumps(line.model_dump(mode="json"), allow_nan=False) + "\n" for line in lines)
     with path.open("a", encoding="utf-8") as out:

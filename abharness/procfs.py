@@ -1,0 +1,347 @@
+"""Reading `/proc`: pids, ports and raw environment blocks in, processes and what they were started with out.
+
+`/proc/<pid>/environ` is a snapshot from the moment of exec: later changes of `os.environ` do not show, a forked child
+shows its parent's block, a spawned one its own. It lies in the process's own memory, so a process that renames itself
+(setproctitle) may have overwritten it, in whole or in part. A block that cannot be whole proves nothing: it is
+`unreadable` with a reason, and no variable of it counts as absent.
+
+Only the standard library is needed here. Everything is a snapshot; a process is named for good by its pid together
+with its start time in clock ticks since boot (field 22 of `/proc/<pid>/stat`, see proc_pid_stat(5)).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from abharness.record import ReadState
+
+PROC = Path("/proc")
+TCP_LISTEN = "0A"
+ENGINE_TITLE = "VLLM::"
+SECRET_NAME = re.compile(r"(^|_)(API_?KEY|AUTH|CREDENTIAL|KEY|PASS|PASSWD|PASSWORD|SECRET|TOKEN)S?(_|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironRead:
+    """One environment block as it was read.
+
+    Attributes:
+        state: `ok`: whole. `unreadable`: see `reason`. `gone`: the process has ended.
+        variables: Name to value, the first of equal names as getenv has it; bytes that are no UTF-8 are surrogates.
+            Empty unless `state` is `ok`.
+        nameless: Entries that begin with "=" (shells on some systems leave them); they set no variable.
+    """
+
+    state: ReadState
+    reason: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    nameless: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process at one moment; `(pid, start_ticks)` is its identity."""
+
+    pid: int
+    ppid: int
+    session: int
+    state: str
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """One listening TCP socket and the processes that hold it; none are known when they may not be looked into."""
+
+    address: str
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTree:
+    """One vLLM server found running: its topmost process, and that with all its descendants."""
+
+    root: Process
+    processes: tuple[Process, ...]
+
+
+def parse_environ(block: bytes) -> EnvironRead:
+    """Split an environment block, or say why it cannot be a whole one.
+
+    Entries end at NUL and nowhere else (values hold newlines); the name ends at the first "=" (values hold more).
+    The last entry needs no NUL.
+    """
+    if not block:
+        return EnvironRead("unreadable", "the environment block is empty")
+    if not block.strip(b"\0"):
+        return EnvironRead("unreadable", f"the environment block is wiped: {len(block)} NUL bytes")
+    if block.startswith(b"\0"):
+        zeros = len(block) - len(block.lstrip(b"\0"))
+        return EnvironRead("unreadable", f"the environment block is wiped in part: its first {zeros} bytes are NUL")
+    at = block.find(b"\0\0")
+    if at >= 0:
+        return EnvironRead("unreadable", f"the environment block is wiped in part: two NUL bytes in a row at byte {at}")
+    variables: dict[str, str] = {}
+    nameless: list[str] = []
+    for raw in block.removesuffix(b"\0").split(b"\0"):
+        entry = raw.decode("utf-8", "surrogateescape")
+        name, equals, value = entry.partition("=")
+        if not equals:
+            return EnvironRead(
+                "unreadable", f"the environment block is overwritten: {printable(entry)[:60]!r} has no '='"
+            )
+        if name:
+            variables.setdefault(name, value)
+        else:
+            nameless.append(entry)
+    return EnvironRead("ok", None, variables, tuple(nameless))
+
+
+def read_environ(pid: int) -> EnvironRead:
+    """What a process was started with.
+
+    An empty block is looked at again for a moment: between fork and exec there is none.
+    """
+    for attempt in range(5):
+        try:
+            read = parse_environ((PROC / str(pid) / "environ").read_bytes())
+        except (FileNotFoundError, ProcessLookupError):
+            return EnvironRead("gone", "the process has ended")
+        except PermissionError:
+            return EnvironRead("unreadable", "no permission to read the environment of this process")
+        except OSError as error:
+            return EnvironRead("unreadable", f"the environment cannot be read: {error}")
+        seen = process(pid)
+        if seen is None or seen.state in "ZX":
+            return EnvironRead("gone", "the process has ended")
+        if read.state == "ok" or read.reason != "the environment block is empty" or attempt == 4:
+            break
+        time.sleep(0.02)
+    return read
+
+
+def process(pid: int) -> Process | None:
+    """One process, or None when there is none of that pid."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name may hold spaces and parentheses; the last ")" ends it.
+    fields = text.rpartition(")")[2].split()
+    return Process(pid, ppid=int(fields[1]), session=int(fields[3]), state=fields[0], start_ticks=int(fields[19]))
+
+
+def processes() -> Iterator[Process]:
+    """Every process that can be seen."""
+    for entry in PROC.iterdir():
+        if entry.name.isdecimal():
+            found = process(int(entry.name))
+            if found is not None:
+                yield found
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot, or None when there is none of that pid."""
+    found = process(pid)
+    return None if found is None else found.start_ticks
+
+
+def is_alive(pid: int, ticks: int) -> bool:
+    """Whether this very process still runs; a zombie and another process of the same pid do not count."""
+    found = process(pid)
+    return found is not None and found.start_ticks == ticks and found.state not in "ZX"
+
+
+def descendants(root_pid: int, among: Iterable[Process]) -> list[Process]:
+    """The root and everything below it, by parent links, root first; empty when the root is not there."""
+    children: dict[int, list[Process]] = {}
+    queue: list[Process] = []
+    for one in among:
+        children.setdefault(one.ppid, []).append(one)
+        if one.pid == root_pid:
+            queue.append(one)
+    found: list[Process] = []
+    while queue:
+        one = queue.pop(0)
+        found.append(one)
+        queue += sorted(children.get(one.pid, []), key=lambda child: child.pid)
+    return found
+
+
+def tree(root_pid: int) -> list[Process]:
+    """A process and its descendants now; one that was re-parented is not among them (see `carrying`)."""
+    return descendants(root_pid, processes())
+
+
+def same_session(sid: int) -> list[Process]:
+    """Every process of a session, whoever its parent is."""
+    return [one for one in processes() if one.session == sid]
+
+
+def carrying(name: str, value: str) -> list[Process]:
+    """Every process of this user that was started with a variable of this value, re-parented ones too."""
+    return [
+        one
+        for one in processes()
+        if _uid(one.pid) == os.getuid() and read_environ(one.pid).variables.get(name) == value
+    ]
+
+
+def _uid(pid: int) -> int | None:
+    try:
+        return (PROC / str(pid)).stat().st_uid
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments as they stand now (a renamed process shows its title); empty when they cannot be read."""
+    try:
+        raw = (PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return []
+    return (
+        [printable(part.decode("utf-8", "surrogateescape")) for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
+    )
+
+
+def title(pid: int) -> str:
+    """The command line on one line, cut to 80 characters; the kernel's name where there is none."""
+    text = " ".join(command_line(pid)).strip()
+    if not text:
+        try:
+            text = f"[{(PROC / str(pid) / 'comm').read_text(encoding='utf-8', errors='replace').strip()}]"
+        except OSError:
+            text = "[gone]"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def listeners(host: str, port: int) -> list[Listener]:
+    """The TCP sockets that accept connections to `host:port`, through a wildcard address too, with their holders."""
+    wanted = ipaddress.ip_address(socket.gethostbyname(host) if host == "localhost" else host)
+    inodes: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (PROC / "net" / table).read_text(encoding="ascii").splitlines()[1:]
+        except FileNotFoundError:
+            continue  # a kernel without IPv6
+        for line in lines:
+            fields = line.split()
+            raw, _, raw_port = fields[1].partition(":")
+            if fields[3] == TCP_LISTEN and int(raw_port, 16) == port:
+                address = _address(raw)
+                if address == wanted or address.is_unspecified:
+                    inodes[f"socket:[{fields[9]}]"] = str(address)
+    holders: dict[str, list[int]] = {inode: [] for inode in inodes}
+    if holders:
+        for one in processes():
+            for link in _open_files(one.pid):
+                if link in holders and one.pid not in holders[link]:
+                    holders[link].append(one.pid)
+    return [Listener(inodes[inode], tuple(sorted(pids))) for inode, pids in holders.items()]
+
+
+def _address(raw: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    # The kernel prints 32-bit words in host byte order.
+    packed = b"".join(struct.pack("=I", int(raw[i : i + 8], 16)) for i in range(0, len(raw), 8))
+    address = ipaddress.ip_address(packed)
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
+
+
+def _open_files(pid: int) -> Iterator[str]:
+    folder = PROC / str(pid) / "fd"
+    try:
+        links = list(folder.iterdir())
+    except OSError:
+        return
+    for link in links:
+        try:
+            yield str(link.readlink())
+        except OSError:
+            continue
+
+
+def files_in_use(pid: int, under: str) -> set[str]:
+    """Paths below `under` that a process has open or mapped now, deleted ones left out."""
+    found = {link for link in _open_files(pid) if link.startswith(under)}
+    try:
+        maps = (PROC / str(pid) / "maps").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        maps = ""
+    found.update(parts[5] for parts in (line.split(maxsplit=5) for line in maps.splitlines()) if len(parts) == 6)
+    return {path for path in found if path.startswith(under) and not path.endswith(" (deleted)")}
+
+
+def port_open(host: str, port: int) -> bool:
+    """Whether something accepts a TCP connection there; nothing is sent."""
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def find_vllm_servers(uid: int) -> list[ServerTree]:
+    """The vLLM servers of a user that run now, one tree each.
+
+    A root is the topmost process whose command line serves vLLM, or a process titled `VLLM::...` (engine, worker) that
+    has lost its server.
+    """
+    everything = list(processes())
+    by_pid = {one.pid: one for one in everything}
+    marked = {one.pid for one in everything if _uid(one.pid) == uid and _is_vllm(command_line(one.pid))}
+
+    def has_marked_ancestor(one: Process) -> bool:
+        seen = {one.pid}
+        while (parent := by_pid.get(one.ppid)) is not None and parent.pid not in seen:
+            if parent.pid in marked:
+                return True
+            seen.add(parent.pid)
+            one = parent
+        return False
+
+    roots = sorted((by_pid[pid] for pid in marked if not has_marked_ancestor(by_pid[pid])), key=lambda one: one.pid)
+    return [ServerTree(root, tuple(descendants(root.pid, everything))) for root in roots]
+
+
+def _is_vllm(argv: list[str]) -> bool:
+    if not argv:
+        return False
+    if argv[0].startswith(ENGINE_TITLE):
+        return True
+    # `vllm bench serve` is a client; a shell or a timeout around the server is not the server.
+    if re.fullmatch(r"(python|pypy)[\d.]*", Path(argv[0]).name):
+        argv = argv[1:]
+        while argv and argv[0].startswith("-") and argv[0] != "-m":
+            argv = argv[1:]
+        if argv[:1] == ["-m"] and len(argv) > 1:
+            module, rest = argv[1], argv[2:]
+            if module in ("vllm", "vllm.entrypoints.cli.main"):
+                return rest[:1] == ["serve"]
+            return module.startswith("vllm.entrypoints.") and module.endswith("api_server")
+    return bool(argv) and Path(argv[0]).name == "vllm" and argv[1:2] == ["serve"]
+
+
+def printable(text: str) -> str:
+    """The text with bytes that are no UTF-8 escaped in hexadecimal, for records and terminals."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def shown(name: str, value: str | None) -> str:
+    """A variable's value for people: quoted, `unset`, and never a secret."""
+    if value is None:
+        return "unset"
+    return "'***'" if SECRET_NAME.search(name) else repr(printable(value))

@@ -1,0 +1,212 @@
+"""Comparison -> text, Markdown and JSON. Scaling to readable units happens only here.
+
+A change that was not called prints `~`: its percentage is withheld, so that nobody can quote noise. Remarks are
+numbered footnotes under the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from typing import Any
+
+from abharness import stats
+from abharness.checks import CODES
+from abharness.compare import Accuracy, Cell, Comparison, Row
+from abharness.record import Variant
+from abharness.spec import VARIANTS
+
+NAMED_CHANGES = 10  # changed answers told one by one; the rest are counted, and all are in the JSON
+
+
+class _Footnotes:
+    """Numbered once each, in order of first use."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"[{self.texts.index(text) + 1}]"
+
+
+def render(comparisons: list[Comparison], form: str, *, all_metrics: bool = False) -> str:
+    """All comparisons as `text`, `markdown` or `json`; JSON has every metric in any case."""
+    if form == "json":
+        return json.dumps({"comparisons": [to_json(item) for item in comparisons]}, indent=1, allow_nan=False) + "\n"
+    one = _markdown if form == "markdown" else _text
+    between = "\n\n" if form == "text" else "\n\n---\n\n"
+    return between.join(one(item, all_metrics=all_metrics) for item in comparisons) + "\n"
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as plain data, stored units, with what it concludes."""
+    data = dataclasses.asdict(comparison)
+    data["exit_code"] = comparison.exit_code
+    return data
+
+
+def _value(values: list[float], row: Row) -> str:
+    if not values:
+        return "-"
+    shown = statistics.median(values) * row.metric.display_scale
+    around = stats.spread(values)
+    digits = 0 if abs(shown) >= 1000 else 1 if abs(shown) >= 100 else 2
+    return f"{shown:.{digits}f}" + ("" if around is None else f" ± {around:.0%}")
+
+
+def _change(row: Row, launches: str, notes: _Footnotes) -> str:
+    p = "" if row.p is None else f" (p={row.p:.3f} {launches})"
+    marks = "".join(f" {notes.mark(_explain(note))}" for note in row.notes)
+    if row.call in ("better", "worse"):
+        assert row.ratio.effect is not None
+        low, high = row.ratio.low or 0.0, row.ratio.high or 0.0
+        return f"{row.ratio.effect:+.2%}{p} [{low:+.1%}, {high:+.1%}]{marks}"
+    if row.call == "no verdict":
+        return f"no verdict{marks}"
+    return f"~{p}{marks}"
+
+
+def _explain(note: str) -> str:
+    code = CODES.get(note)
+    return f"{note}: {code.meaning}" if code else note
+
+
+def _launches(comparison: Comparison) -> str:
+    counts = [comparison.launches[variant][0] for variant in VARIANTS]
+    return f"n={counts[0]}" if counts[0] == counts[1] else f"n={counts[0]}+{counts[1]}"
+
+
+def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[list[str]]:
+    launches = _launches(comparison)
+    return [
+        [
+            f"{row.metric.name} {row.metric.display_unit}",
+            *(_value(row.samples[variant], row) for variant in VARIANTS),
+            _change(row, launches, notes),
+        ]
+        for row in cell.rows
+        if all_metrics or row.metric.chief
+    ]
+
+
+def _accuracy_rows(item: Accuracy, notes: _Footnotes) -> list[list[str]]:
+    def share(right: int) -> str:
+        return f"{right}/{item.num_questions}"
+
+    word = {"worse": "worse ", "better": "better ", "~": "~ ", "no verdict": "no verdict "}[item.call]
+    change = f"{word}(p={item.p:.3f}, McNemar {item.only_baseline}:{item.only_candidate})"
+    rows = [["exact_match", *(share(item.right[variant]) for variant in VARIANTS), change]]
+    for state in ("truncated", "no_answer", "error"):
+        if any(item.states[variant].get(state) for variant in VARIANTS):
+            rows.append([state, *(str(item.states[variant].get(state, 0)) for variant in VARIANTS), ""])
+    marks = "".join(f" {notes.mark(_changed(change))}" for change in item.changed[:NAMED_CHANGES])
+    if len(item.changed) > NAMED_CHANGES:
+        marks += f" and {len(item.changed) - NAMED_CHANGES} more"
+    differ = f"{len(item.changed)} of {item.num_questions} answers differ{marks}"
+    rows.append(["answers", "", "", differ])
+    within = ", ".join(f"{item.flips_within[variant]}" for variant in VARIANTS)
+    rows.append(["flips between launches", *within.split(", "), f"{item.identical_texts} texts identical"])
+    return rows
+
+
+def _changed(change: Any) -> str:
+    flip = change.flip
+    text = f"question {change.doc_id}: {change.baseline} against {change.candidate}"
+    if flip.token_index is not None:
+        text += f"; diverges at token {flip.token_index}"
+    if flip.gap is not None:
+        text += f", {'a near-tie' if flip.near_tie else 'not a near-tie'} (gap {flip.gap:.2f} nats)"
+    elif flip.reason:
+        text += f"; {flip.reason}"
+    return text + ("; launches of one variant flip it too" if change.flips_within else "")
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _heading(comparison: Comparison) -> list[str]:
+    counts = ", ".join(
+        f"{variant} {done} of {planned} launches" for variant, (done, planned) in comparison.launches.items()
+    )
+    lines = [f"{comparison.experiment}  {counts}"]
+    if comparison.question:
+        lines.append(comparison.question)
+    for name, values in comparison.switches.items():
+        lines.append(f"switch {name}: {_setting(values, 'baseline')} -> {_setting(values, 'candidate')}")
+    return [*lines, comparison.summary]
+
+
+def _setting(values: dict[Variant, str | None], variant: Variant) -> str:
+    value = values[variant]
+    return "unset" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _remarks(comparison: Comparison) -> list[str]:
+    """Findings with their next steps, waivers, notes and warnings, one line each."""
+    lines: list[str] = []
+    for item in comparison.seen:
+        hint = item.finding.hint or CODES[item.finding.code].next_step
+        lines.append(f"{item.finding.code}: {item.where}: {item.finding.message}; next: {hint}")
+    for item in comparison.advice:
+        lines.append(f"note: {item.where}: {item.finding.message}; {item.finding.hint or ''}".rstrip("; "))
+    lines += [f"waived: {name} (undeclared difference allowed on the command line)" for name in comparison.allowed]
+    lines += [f"note: {text}" for text in comparison.notes]
+    return lines + [f"warning: {text}" for text in comparison.warnings]
+
+
+def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[tuple[str, list[list[str]]]]:
+    sections = []
+    for cell in comparison.cells:
+        sections.append((str(cell.key), _rows(cell, comparison, notes, all_metrics=all_metrics)))
+    for item in comparison.accuracy:
+        sections.append((f"{item.workload} {item.num_questions} questions", _accuracy_rows(item, notes)))
+    return sections
+
+
+def _text(comparison: Comparison, *, all_metrics: bool) -> str:
+    notes = _Footnotes()
+    lines = [*_heading(comparison)]
+    sections = _sections(comparison, notes, all_metrics=all_metrics)
+    head = ["", *VARIANTS, "vs baseline"]
+    body = [head, *(row for _, rows in sections for row in rows)]
+    formatted = _table(body) if sections else []
+    position = 1
+    for title, rows in sections:
+        lines += ["", title, formatted[0], *formatted[position : position + len(rows)]]
+        position += len(rows)
+    if notes.texts:
+        lines += ["", *(f"[{number}] {text}" for number, text in enumerate(notes.texts, start=1))]
+    remarks = _remarks(comparison)
+    if remarks:
+        lines += ["", *remarks]
+    return "\n".join([*lines, "", f"records: {' '.join(comparison.sources)}"])
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _markdown(comparison: Comparison, *, all_metrics: bool) -> str:
+    notes = _Footnotes()
+    heading = _heading(comparison)
+    lines = [f"## {_escape(heading[0])}", ""]
+    lines += [f"{_escape(line)}  " for line in heading[1:-1]]
+    lines += ["", f"**{_escape(heading[-1])}**"]
+    for title, rows in _sections(comparison, notes, all_metrics=all_metrics):
+        lines += ["", f"| {_escape(title)} | baseline | candidate | vs baseline |", "| --- | ---: | ---: | --- |"]
+        lines += [f"| {' | '.join(map(_escape, row))} |" for row in rows]
+    if notes.texts:
+        lines += ["", *(f"{number}. {_escape(text)}" for number, text in enumerate(notes.texts, start=1))]
+    remarks = _remarks(comparison)
+    if remarks:
+        lines += ["", *(f"* {_escape(remark)}" for remark in remarks)]
+    return "\n".join([*lines, "", f"records: `{' '.join(comparison.sources)}`"])
