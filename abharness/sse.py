@@ -18,18 +18,17 @@ The rules, with the clients' mistakes that they answer:
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
 
 from abharness.record import RequestRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_LINE_END = re.compile(rb"\r\n|\n|\r")
 _MAX_ERROR_CHARS = 300
 
 
@@ -56,40 +55,38 @@ class Exchange:
     ended_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One server-sent event: the time of the read that completed it, its type and its data."""
+def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes, bytes]]:
+    """Split the reads of a body into server-sent events.
 
-    time_s: float
-    name: str
-    data: bytes
-
-
-def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[Event]:
-    """Split the reads of a body into events; an event without its closing blank line is not one."""
+    Yields:
+        The time of the read that completed the event, its type (empty by default) and its data. Comments, other fields
+        and an event that lacks its closing blank line yield nothing.
+    """
     body = b"".join(data for _, data in reads)
     read = 0
     read_end = len(reads[0][1]) if reads else 0
-    start = 3 if body.startswith(b"\xef\xbb\xbf") else 0
-    name = ""
+    place = 0
+    name = b""
     lines: list[bytes] = []
-    for end in _LINE_END.finditer(body, start):
-        line = body[start : end.start()]
-        start = end.end()
+    for ended_line in body.splitlines(keepends=True):
+        line = ended_line.rstrip(b"\r\n")
         if line:
+            if place == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")
             key, _, value = line.partition(b":")
-            value = value.removeprefix(b" ")
             if key == b"data":
-                lines.append(value)
+                lines.append(value.removeprefix(b" "))
             elif key == b"event":
-                name = value.decode("utf-8", "replace")
+                name = value.removeprefix(b" ")
+        place += len(ended_line)
+        if line:
             continue
         if lines:
-            while read_end < start:
+            while read_end < place:
                 read += 1
                 read_end += len(reads[read][1])
-            yield Event(reads[read][0], name, b"\n".join(lines))
-        name, lines = "", []
+            yield reads[read][0], name, b"\n".join(lines)
+        name, lines = b"", []
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -124,11 +121,11 @@ def to_record(
     """
     stream = _Stream()
     if exchange.status == 200:
-        for event in events(exchange.reads):
-            if event.data == b"[DONE]":
+        for time_s, name, data in events(exchange.reads):
+            if data == b"[DONE]":
                 stream.done = True
                 break
-            stream.take(event)
+            stream.take(time_s, name, data)
     gaps = [later - earlier for earlier, later in zip(stream.token_times, stream.token_times[1:], strict=False)]
     return RequestRecord(
         index=exchange.index,
@@ -170,17 +167,17 @@ class _Stream:
         # The first fault is the cause; what follows it in a broken stream is consequence.
         self.fault = self.fault or fault
 
-    def take(self, event: Event) -> None:
+    def take(self, time_s: float, name: bytes, data: bytes) -> None:
         try:
-            payload = json.loads(event.data.decode("utf-8"))
-        except (ValueError, RecursionError):
-            self.blame(f"bad JSON in the stream: {_excerpt(event.data)}")
+            payload = from_json(data)
+        except ValueError:
+            self.blame(f"bad JSON in the stream: {_excerpt(data)}")
             return
         if not isinstance(payload, dict):
-            self.blame(f"not a chunk: {_excerpt(event.data)}")
+            self.blame(f"not a chunk: {_excerpt(data)}")
             return
-        if event.name == "error" or payload.get("object") == "error" or payload.get("error") is not None:
-            self.blame(f"error in the stream: {_error_message(payload) or _excerpt(event.data)}")
+        if name == b"error" or payload.get("object") == "error" or payload.get("error") is not None:
+            self.blame(f"error in the stream: {_error_message(payload) or _excerpt(data)}")
             return
         tokens_before = self.output_tokens or 0
         self._take_usage(payload.get("usage"))
@@ -191,7 +188,7 @@ class _Stream:
         choice = choices[0] if isinstance(choices, list) else None
         delta = choice.get("delta") if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or not (delta is None or isinstance(delta, dict)):
-            self.blame(f"not a chunk: {_excerpt(event.data)}")
+            self.blame(f"not a chunk: {_excerpt(data)}")
             return
         delta = delta or {}
         reason = choice.get("finish_reason")
@@ -202,10 +199,10 @@ class _Stream:
         grown = self.running_usage and (self.output_tokens or 0) > tokens_before
         silent = grown or bool(choice.get("token_ids"))
         if answer or reasoning or silent:
-            self.token_times.append(event.time_s)
+            self.token_times.append(time_s)
         # A token without text counts as an answer in a completion, which has no reasoning; a chat chunk does not tell.
         if self.first_answer_s is None and (answer or (silent and "text" in choice)):
-            self.first_answer_s = event.time_s
+            self.first_answer_s = time_s
 
     def _take_usage(self, usage: Any) -> None:
         if usage is None:
