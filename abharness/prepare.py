@@ -16,7 +16,7 @@ from pathlib import Path
 from abharness import environments, models
 from abharness.environments import PREFIX
 from abharness.errors import PreflightError, UsageError
-from abharness.plan import Host, config_hash
+from abharness.plan import Host, Plan, config_hash
 from abharness.record import Variant
 from abharness.spec import VARIANTS, ExperimentSpec
 
@@ -76,14 +76,14 @@ def make_missing_parts(
         models.fetch(spec.server.model, python=host.pythons["baseline"], environ=environ, progress=progress)
 
 
-def server_versions(host: Host) -> dict[Variant, dict[str, str]]:
-    """What each variant's interpreter reports of itself.
+def server_versions(plan: Plan) -> dict[Variant, dict[str, str]]:
+    """What each variant's interpreter reports of itself, in the environment it will be launched with.
 
     Raises:
         PreflightError: An interpreter has no vLLM.
     """
-    known = {python: environments.versions(python) for python in dict.fromkeys(host.pythons.values())}
-    return {variant: known[python] for variant, python in host.pythons.items()}
+    first = {launch.variant: launch for launch in reversed(plan.launches)}
+    return {variant: environments.versions(Path(launch.argv[0]), launch.env) for variant, launch in first.items()}
 
 
 def check_disk(*folders: Path) -> None:

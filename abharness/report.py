@@ -19,6 +19,8 @@ from abharness.spec import VARIANTS
 
 NAMED_CHANGES = 10  # changed answers told one by one; the rest are counted, and all are in the JSON
 
+NAMED_FINDINGS = 2  # findings of one code told one by one
+
 
 class _Footnotes:
     """Numbered once each, in order of first use."""
@@ -35,14 +37,15 @@ class _Footnotes:
 def render(comparisons: list[Comparison], form: str, *, all_metrics: bool = False) -> str:
     """All comparisons as `text`, `markdown` or `json`; JSON has every metric in any case."""
     if form == "json":
-        return json.dumps({"comparisons": [to_json(item) for item in comparisons]}, indent=1, allow_nan=False) + "\n"
+        data = {"comparisons": [to_json(item) for item in comparisons]}
+        return json.dumps(data, indent=1, allow_nan=False, default=lambda record: record.model_dump(mode="json")) + "\n"
     one = _markdown if form == "markdown" else _text
     between = "\n\n" if form == "text" else "\n\n---\n\n"
     return between.join(one(item, all_metrics=all_metrics) for item in comparisons) + "\n"
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as plain data, stored units, with what it concludes."""
+    """A comparison as data, stored units, with what it concludes; findings are still record models."""
     data = dataclasses.asdict(comparison)
     data["exit_code"] = comparison.exit_code
     return data
@@ -154,9 +157,12 @@ def _setting(values: dict[Variant, str | None], variant: Variant) -> str:
 def _remarks(comparison: Comparison) -> list[str]:
     """Findings with their next steps, waivers, notes and warnings, one line each."""
     lines: list[str] = []
-    for item in comparison.seen:
-        hint = item.finding.hint or CODES[item.finding.code].next_step
-        lines.append(f"{item.finding.code}: {item.where}: {item.finding.message}; next: {hint}")
+    for code in comparison.codes:
+        found = [item for item in comparison.seen if item.finding.code == code]
+        lines += [f"{code}: {item.where}: {item.finding.message}" for item in found[:NAMED_FINDINGS]]
+        if len(found) > NAMED_FINDINGS:
+            lines.append(f"{code}: and {len(found) - NAMED_FINDINGS} more like these, all in the JSON")
+        lines.append(f"  next: {found[0].finding.hint or CODES[code].next_step}")
     for item in comparison.advice:
         lines.append(f"note: {item.where}: {item.finding.message}; {item.finding.hint or ''}".rstrip("; "))
     lines += [f"waived: {name} (undeclared difference allowed on the command line)" for name in comparison.allowed]

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from scipy import stats as scipy_stats
 
+MOST_LAUNCHES = 1000
+"""No number of launches above this is worth telling anybody."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
@@ -93,19 +96,29 @@ def launches_needed(noise: float, effect: float, alpha: float, power: float = 0.
         effect: Relative change to find.
         alpha: Two-sided level, uncorrected.
         power: Chance to find it.
+
+    Returns:
+        The number, or None when `MOST_LAUNCHES` would not do.
     """
     if effect <= 0:
         return None
+    if noise <= 0:
+        return 2
     step = math.log1p(effect)
-    for count in range(2, 1001):
+
+    def finds(count: int) -> bool:
         freedom = 2 * count - 2
-        shift = step / (noise * math.sqrt(2 / count)) if noise > 0 else math.inf
-        if shift == math.inf:
-            return 2
         critical = scipy_stats.t.ppf(1 - alpha / 2, freedom)
-        if float(scipy_stats.nct.sf(critical, freedom, shift)) >= power:
-            return count
-    return None
+        return bool(scipy_stats.nct.sf(critical, freedom, step / (noise * math.sqrt(2 / count))) >= power)
+
+    # Power grows with the number of launches: bisect for the first that suffices.
+    low, high = 2, MOST_LAUNCHES
+    if not finds(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if finds(middle) else (middle + 1, high)
+    return low
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
