@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from abharness.answers import FILTERS, FilterName, equals, extract, parse_gold, states_marker_in_full
 from abharness.errors import UsageError
-from abharness.record import AnswerRecord, AnswerState, Extraction, Finding, TokenStep
+from abharness.record import AnswerRecord, AnswerState, Extraction, TokenStep
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -29,9 +29,6 @@ INSTRUCTION = (
 )
 STOP = ("Question:", "</s>", "<|im_end|>")
 """Stop sequences of a completion prompt, as in lm-eval's gsm8k task."""
-
-TRUNCATION_LIMIT = 0.05
-"""Share of truncated answers above which accuracy is doubtful: that many points of exact_match are unknown."""
 
 _HUB_TIMEOUT_S = 10.0
 _PROBLEMS_SHOWN = 5
@@ -399,47 +396,3 @@ def summarise(records: Sequence[AnswerRecord]) -> AccuracySummary:
         truncation_rate=states["truncated"] / len(records) if records else None,
         low_confidence=tuple(doubtful),
     )
-
-
-def check_accuracy(records: Sequence[AnswerRecord], expected_ids: Collection[int]) -> list[Finding]:
-    """Check that every expected question has one usable answer.
-
-    Returns:
-        `incomplete_requests` for missing, repeated, foreign or failed answers, `accuracy_truncated` where more than
-        `TRUNCATION_LIMIT` of the answers hit the token limit. None is fatal.
-    """
-    counts = Counter(record.doc_id for record in records)
-    expected = set(expected_ids)
-    findings = []
-    missing = expected - counts.keys()
-    if missing:
-        message = f"incomplete {len(expected) - len(missing)}/{len(expected)}: no answer for questions {_some(missing)}"
-        hint = "the launch ended early or lines were lost; rerun it with --resume"
-        findings.append(Finding(code="incomplete_requests", message=message, hint=hint))
-    odd = {doc_id for doc_id, count in counts.items() if count > 1} | (counts.keys() - expected)
-    if odd:
-        message = f"answered more than once or never asked: questions {_some(odd)} ({len(odd)} of {len(counts)})"
-        hint = "the file mixes two runs; rerun this launch into a fresh folder"
-        findings.append(Finding(code="incomplete_requests", message=message, hint=hint))
-    failed = [record for record in records if record.state == "error"]
-    if failed:
-        ids = _some({record.doc_id for record in failed})
-        message = (
-            f"{len(failed)} of {len(records)} requests failed, 0 allowed: questions {ids}; first: {failed[0].error}"
-        )
-        hint = "see the server's log at that time; failed requests are in no score"
-        findings.append(Finding(code="incomplete_requests", message=message, hint=hint))
-    cut = [record for record in records if record.state == "truncated"]
-    if records and len(cut) / len(records) > TRUNCATION_LIMIT:
-        message = (
-            f"{len(cut)} of {len(records)} answers hit the token limit ({len(cut) / len(records):.1%}, "
-            f"limit {TRUNCATION_LIMIT:.0%}); they count neither right nor wrong"
-        )
-        hint = "raise max_tokens, or check that the model ends its turn (chat template, end-of-text token)"
-        findings.append(Finding(code="accuracy_truncated", message=message, hint=hint))
-    return findings
-
-
-def _some(ids: Collection[int]) -> str:
-    shown = ", ".join(str(doc_id) for doc_id in sorted(ids)[:10])
-    return f"{shown}, ..." if len(ids) > 10 else shown

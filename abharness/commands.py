@@ -15,7 +15,7 @@ from abharness import compare, inspection, prepare, report
 from abharness.errors import UsageError
 from abharness.plan import Host, Plan, build_plan, describe
 from abharness.progress import Reporter
-from abharness.record import EnvironmentCheck, LaunchRecord, write_text_atomic
+from abharness.record import EnvironmentCheck, write_text_atomic
 from abharness.runner import Runner
 from abharness.runs import EVIDENCE_FILE, launches_dir, read_launch
 from abharness.spec import DesignSpec, ExperimentSpec, load_spec, spec_warnings
@@ -90,7 +90,7 @@ def run(
     return _report(run_dir)
 
 
-def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, reporter: Reporter) -> list[LaunchRecord]:
+def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, reporter: Reporter) -> None:
     runner = Runner(
         spec,
         plan,
@@ -100,7 +100,7 @@ def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, report
         versions=prepare.server_versions(host),
     )
     try:
-        return runner.run()
+        runner.run()
     finally:
         shutil.rmtree(host.scratch, ignore_errors=True)
 

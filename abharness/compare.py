@@ -17,9 +17,10 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from abharness import answers, metrics, stats
-from abharness.checks import CODES, check_cell
+from abharness import metrics, stats
+from abharness.checks import CODES, check_accuracy, check_cell
 from abharness.errors import RecordError
+from abharness.flips import Flip, explain_flip
 from abharness.record import AnswerRecord, Finding, Variant
 from abharness.runs import CellKey, Launch, Run, find_runs, read_run
 from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, VARIANTS, ExperimentSpec, Gsm8kWorkload
@@ -71,7 +72,7 @@ class ChangedAnswer:
     doc_id: int
     baseline: str
     candidate: str
-    flip: answers.Flip
+    flip: Flip
     flips_within: bool
 
 
@@ -410,8 +411,8 @@ def _call(cells: list[Cell], spec: ExperimentSpec) -> list[Cell]:
             cell, row = primary[0]
             corrected[cell.key, metric.name] = row.ratio.p or 0.0
             family = [item for item in family if item is not primary[0]]
-        for (cell, _row_), p in zip(family, stats.holm([row.ratio.p or 0.0 for _, row in family]), strict=True):
-            corrected[cell.key, metric.name] = p
+        adjusted = stats.holm([row.ratio.p or 0.0 for _, row in family])
+        corrected |= {(cell.key, metric.name): p for (cell, _), p in zip(family, adjusted, strict=True)}
     result: list[Cell] = []
     for cell in cells:
         rows = [_called(row, corrected.get((cell.key, row.metric.name)), cell, spec) for row in cell.rows]
@@ -447,7 +448,8 @@ def _accuracies(sides: list[_Side], spec: ExperimentSpec) -> tuple[list[Accuracy
             for launch in side.launches:
                 records = launch.answers.get(workload.name, [])
                 where = f"launch {launch.record.launch_index}-{side.variant}, {workload.name}"
-                findings = answers.check_answers(records, workload.num_questions)
+                asked = next((run.doc_ids for run in launch.record.accuracy if run.workload == workload.name), [])
+                findings = check_accuracy(records, asked)
                 own += [Seen(where, finding) for finding in findings]
                 bad = bad or any(CODES[finding.code].invalidates for finding in findings)
                 tables[side.variant].append({record.doc_id: record for record in records})
@@ -484,7 +486,7 @@ def _accuracy(
             doc_id,
             _given(first["baseline"][doc_id]),
             _given(first["candidate"][doc_id]),
-            answers.explain_flip(first["baseline"][doc_id], first["candidate"][doc_id]),
+            explain_flip(first["baseline"][doc_id], first["candidate"][doc_id]),
             any(doc_id in part for part in within.values()),
         )
         for doc_id in common

@@ -78,7 +78,8 @@ def check_running(pid: int, expected: Mapping[str, str | None]) -> EnvironmentCh
     """
     if procfs.process(pid) is None:
         raise UsageError(f"there is no process {pid}", hint="abharness verify-env without arguments lists servers")
-    return verify.attached_check(pid, expected)
+    values = {name: value for name, value in expected.items() if value is not None}
+    return verify.attached_check(pid, values, [name for name in expected if name not in values])
 
 
 def servers_text(views: Sequence[ServerView]) -> str:

@@ -15,17 +15,15 @@ import contextlib
 import gc
 import json
 import math
-import statistics
 import time
-from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from abharness.errors import LoadFailed
 from abharness.prompts import prompt_hash
-from abharness.record import ClientLoad, Finding, RequestRecord, ServerCounters
+from abharness.record import ClientLoad, RequestRecord
 from abharness.sse import Exchange, quantile, to_record
 from abharness.workers import ServerGone, closed_loop
 
@@ -41,22 +39,6 @@ READ_BUFFER_BYTES = 1 << 20
 
 IDLE_CONNECTION_S = 2.0
 """Longest idle time of a connection that is reused: under the 5 s after which vLLM's server closes it."""
-
-CLIENT_CPU_SHARE_LIMIT = 0.85
-"""Share of one core above which arrival times are the client's own: its loop has one thread, and queues near 1.0."""
-
-LAG_RESOLUTION_S = 0.001
-"""Part of a measured lag that is no lag: timers of an epoll loop are rounded up to whole milliseconds."""
-
-LAG_SHARE_OF_TTFT_LIMIT = 0.10
-"""Lag (99th percentile) as a share of median TTFT. A late read lengthens a TTFT one to one."""
-
-LAG_SHARE_OF_TPOT_LIMIT = 1.0
-"""Lag (99th percentile) as a share of median TPOT. TPOT itself is shifted by lag / (tokens - 1) only, but a client a
-whole step behind reads several steps as one, sends the next request late, and has no inter-token latencies to show."""
-
-PREFIX_HIT_LIMIT = 0.01
-"""Share of prompt tokens found in the prefix cache above which a cell did not do the work it claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,129 +300,3 @@ def _collector_off() -> Iterator[None]:
         gc.unfreeze()
         if was_on:
             gc.enable()
-
-
-def check_cell(
-    requests: Sequence[RequestRecord],
-    *,
-    input_len: int,
-    output_len: int,
-    client: ClientLoad,
-    counters: ServerCounters | None,
-    kind: Literal["decode", "prefill"],
-) -> list[Finding]:
-    """Say what stands against using a cell's numbers.
-
-    Args:
-        requests: The cell's records.
-        input_len: Prompt tokens asked for.
-        output_len: Output tokens asked for.
-        client: The client's own load.
-        counters: Server counters over the cell; None is "not checked".
-        kind: What the cell measures; a decode cell is also sensitive to lag against TPOT.
-
-    Returns:
-        Findings, none of them fatal: the cell is recorded, and a comparison gives no verdict on it.
-    """
-    findings = [
-        _check_complete(requests),
-        _check_prompt_tokens(requests, input_len),
-        _check_output_tokens(requests, output_len),
-        _check_client(requests, client, kind),
-        _check_prefix_cache(requests, counters),
-    ]
-    return [finding for finding in findings if finding is not None]
-
-
-def _check_complete(requests: Sequence[RequestRecord]) -> Finding | None:
-    errors = Counter(request.error for request in requests if request.error is not None)
-    if requests and not errors:
-        return None
-    kinds = "; ".join(f"{count} x {error}" for error, count in errors.most_common(3))
-    rest = f"; {len(errors) - 3} other kinds" if len(errors) > 3 else ""
-    return Finding(
-        code="incomplete_requests",
-        message=f"{errors.total()} of {len(requests)} requests failed: {kinds}{rest}"
-        if errors
-        else "no request was sent",
-        hint="failed requests are in no latency and no rate; read the server's log at that time",
-    )
-
-
-def _check_prompt_tokens(requests: Sequence[RequestRecord], input_len: int) -> Finding | None:
-    counts = [request.prompt_tokens for request in requests if request.prompt_tokens is not None]
-    off = [count for count in counts if count != input_len]
-    if not off:
-        return None
-    return Finding(
-        code="prompt_tokens_mismatch",
-        message=f"the server counted {min(off)} to {max(off)} prompt tokens instead of {input_len} "
-        f"in {len(off)} of {len(counts)} requests",
-        hint="prompts are sent as token ids: a server that adds or drops tokens does other work than asked for",
-    )
-
-
-def _check_output_tokens(requests: Sequence[RequestRecord], output_len: int) -> Finding | None:
-    # A request that failed is incomplete; only one that ended well can be too short.
-    whole = [request for request in requests if request.error is None]
-    off = [request for request in whole if request.output_tokens != output_len]
-    if not off:
-        return None
-    counts = [request.output_tokens or 0 for request in off]
-    reasons = Counter(request.finish_reason for request in off)
-    name = "short outputs" if max(counts) < output_len else "outputs of another length"
-    return Finding(
-        code="output_tokens_mismatch",
-        message=f"{name}: {len(off)} of {len(whole)} ({min(counts)} to {max(counts)} tokens instead of {output_len}; "
-        f"finish_reason {', '.join(f'{reason} x {count}' for reason, count in reasons.items())})",
-        hint="ignore_eos was sent: look for stop ids in the model's generation_config or for the context limit",
-    )
-
-
-def _check_client(
-    requests: Sequence[RequestRecord], client: ClientLoad, kind: Literal["decode", "prefill"]
-) -> Finding | None:
-    whole = [request for request in requests if request.error is None]
-    ttfts = [r.first_token_s - r.submitted_s for r in whole if r.first_token_s is not None]
-    tpots = [
-        (r.last_token_s - r.first_token_s) / (tokens - 1)
-        for r in whole
-        if r.first_token_s is not None and r.last_token_s is not None and (tokens := r.output_tokens or 0) > 1
-    ]
-    lag_s = client.loop_lag_p99_s - LAG_RESOLUTION_S
-    seen = []
-    if client.cpu_share >= CLIENT_CPU_SHARE_LIMIT:
-        seen.append(f"the client used {client.cpu_share:.2f} of a core (limit {CLIENT_CPU_SHARE_LIMIT})")
-    limits = [("TTFT", ttfts, LAG_SHARE_OF_TTFT_LIMIT)]
-    if kind == "decode":
-        limits.append(("TPOT", tpots, LAG_SHARE_OF_TPOT_LIMIT))
-    for name, values, limit in limits:
-        median_s = statistics.median(values) if values else math.inf
-        if lag_s > limit * median_s:
-            seen.append(
-                f"its loop ran {client.loop_lag_p99_s * 1e3:.1f} ms late (p99; limit {limit:.0%} of a median {name} "
-                f"of {median_s * 1e3:.1f} ms, and {LAG_RESOLUTION_S * 1e3:g} ms for the timer)"
-            )
-    if not seen:
-        return None
-    return Finding(
-        code="client_bound",
-        message="; ".join(seen),
-        hint="the times are partly the client's own: give it a free core, or lower max_concurrency",
-    )
-
-
-def _check_prefix_cache(requests: Sequence[RequestRecord], counters: ServerCounters | None) -> Finding | None:
-    if counters is not None and counters.prefix_cache_hits is not None and counters.prefix_cache_queries is not None:
-        source, hits, queries = "/metrics", counters.prefix_cache_hits, counters.prefix_cache_queries
-    else:
-        known = [(r.cached_tokens, r.prompt_tokens) for r in requests if r.cached_tokens is not None]
-        source, hits, queries = "usage", float(sum(c for c, _ in known)), float(sum(p or 0 for _, p in known))
-    if hits <= PREFIX_HIT_LIMIT * queries:
-        return None
-    return Finding(
-        code="prefix_cache_hits",
-        message=f"{hits:.0f} of {queries:.0f} prompt tokens came from the prefix cache by {source} "
-        f"({hits / queries if queries else 1:.1%}, limit {PREFIX_HIT_LIMIT:.0%})",
-        hint="every prompt of a launch is unique: look for other traffic, or a server that prepends text of its own",
-    )

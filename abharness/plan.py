@@ -11,7 +11,8 @@ import json
 import random
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,10 +185,12 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
     )
 
 
-def by_hand(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """A shell command that starts the same server; secrets are redacted."""
-    pairs = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(redact(env).items()))
-    return f"env -i {pairs} {shlex.join(argv)}"
+def default_caches(env: Mapping[str, str]) -> list[Path]:
+    """Where a server with this environment would keep compiled code if the cache variables were not honoured."""
+    home = Path(env.get("HOME", "/root"))
+    user = env.get("USER") or env.get("LOGNAME") or "root"
+    below = (".cache/vllm", ".triton", ".cache/flashinfer", ".nv/ComputeCache", ".cache/torch_extensions")
+    return [*(home / path for path in below), Path(tempfile.gettempdir()) / f"torchinductor_{user}"]
 
 
 def describe(spec: ExperimentSpec, plan: Plan) -> str:

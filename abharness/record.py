@@ -234,12 +234,14 @@ class AccuracyRun(Model):
 
     Attributes:
         num_questions: Questions asked.
+        doc_ids: Which, in the order of asking.
         answered: Lines written to `gsm8k.jsonl`.
         questions_sha256: Hash over doc ids, questions, golds and prompts: equal in both variants or not comparable.
     """
 
     workload: str
     num_questions: int
+    doc_ids: list[int]
     answered: int
     max_concurrency: int
     max_tokens: int

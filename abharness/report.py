@@ -115,10 +115,11 @@ def _accuracy_rows(item: Accuracy, notes: _Footnotes) -> list[list[str]]:
 def _changed(change: Any) -> str:
     flip = change.flip
     text = f"question {change.doc_id}: {change.baseline} against {change.candidate}"
-    if flip.token_index is not None:
-        text += f"; diverges at token {flip.token_index}"
-    if flip.gap is not None:
-        text += f", {'a near-tie' if flip.near_tie else 'not a near-tie'} (gap {flip.gap:.2f} nats)"
+    if flip.position is not None:
+        text += f"; diverges at token {flip.position}"
+    if flip.near_tie is not None:
+        gaps = " and ".join("unknown" if gap is None else f"{gap:.2f}" for gap in (flip.gap_a, flip.gap_b))
+        text += f", {'a near-tie' if flip.near_tie else 'not a near-tie'} (gaps {gaps} nats)"
     elif flip.reason:
         text += f"; {flip.reason}"
     return text + ("; launches of one variant flip it too" if change.flips_within else "")

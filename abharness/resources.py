@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from abharness import procfs
 from abharness.errors import PreflightError
-from abharness.record import CacheEvidence
+from abharness.record import CacheEvidence, Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where the C library keeps named segments and semaphores
 # Names that Python's multiprocessing gives its segments and semaphores.
@@ -136,6 +136,29 @@ def check_gpu_free(gpu: GpuMemory) -> None:
                 hint="stop them, or choose an idle GPU with CUDA_VISIBLE_DEVICES=<its UUID>",
                 code="foreign_gpu_process",
             )
+
+
+def check_caches_used(caches: Sequence[CacheEvidence], defaults_touched: Sequence[str]) -> list[Finding]:
+    """Say whether the redirection of the caches worked: own directories used, default locations untouched."""
+    findings: list[Finding] = []
+    if caches and not any(cache.files_after for cache in caches):
+        findings.append(
+            Finding(
+                code="compile_cache_reused",
+                message=f"none of the launch's {len(caches)} cache directories was used",
+                hint="the server keeps its caches elsewhere: look for code that overrides the cache variables",
+            )
+        )
+    if defaults_touched:
+        findings.append(
+            Finding(
+                code="compile_cache_reused",
+                message=f"{len(defaults_touched)} file(s) below the default cache locations changed during the launch, "
+                f"for example {defaults_touched[0]}",
+                hint="the server ignores a cache variable, or another program compiled meanwhile: look at the files",
+            )
+        )
+    return findings
 
 
 def measure_cache(before: CacheEvidence) -> CacheEvidence:

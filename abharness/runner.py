@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from abharness import accuracy, endpoints, environments, loadgen, prompts, provenance, server, verify
-from abharness.ask import ask, first_completion
+from abharness import accuracy, endpoints, loadgen, prompts, provenance, resources, server, verify
+from abharness.ask import Reply, ask, first_completion
 from abharness.checks import check_cell
 from abharness.errors import (
     AbharnessError,
@@ -31,7 +31,7 @@ from abharness.errors import (
     UsageError,
     VerificationFailed,
 )
-from abharness.plan import Plan, PlannedLaunch, by_hand, redact
+from abharness.plan import Plan, PlannedLaunch, default_caches, redact
 from abharness.progress import Reporter
 from abharness.record import (
     AccuracyRun,
@@ -145,7 +145,7 @@ def load_questions(spec: ExperimentSpec) -> dict[str, Questions]:
             examples = accuracy.load_questions(source, split)
             fewshot = accuracy.fewshot_examples(examples, workload.num_fewshot, spec.design.seed, asked=asked)
         built = [accuracy.build_prompt(question, style=workload.style, fewshot=fewshot) for question in asked]
-        ready[workload.name] = Questions(asked, built, accuracy.questions_hash(asked, built))
+        ready[workload.name] = Questions(asked, built, accuracy.questions_sha256(asked, built))
     return ready
 
 
@@ -174,11 +174,8 @@ class Runner:
         self.versions = versions
         self.questions: dict[str, Questions] = {}
 
-    def run(self) -> list[LaunchRecord]:
+    def run(self) -> None:
         """Run every launch that is not on record as completed; earlier attempts are kept under `attempts/`.
-
-        Returns:
-            The records of all launches made now, failed ones included.
 
         Raises:
             KeyboardInterrupt: Asked to stop; the interrupted launch is on record.
@@ -186,7 +183,6 @@ class Runner:
         """
         self.questions = load_questions(self.spec)
         self._write_run_record()
-        made: list[LaunchRecord] = []
         with _one_run_at_a_time(self.run_dir), _signals_interrupt():
             for planned in self.plan.launches:
                 folder = launches_dir(self.run_dir) / planned.label
@@ -195,15 +191,13 @@ class Runner:
                     continue
                 _set_aside(folder, self.run_dir)
                 self.reporter.launch(planned.index, len(self.plan.launches), planned.variant)
-                record, error = _Launch(self, planned, folder).carry_out()
-                made.append(record)
+                error = _Launch(self, planned, folder).carry_out()
                 if isinstance(error, KeyboardInterrupt):
                     raise error
                 if error is not None:
                     self.reporter.note(f"failed: {error}")
                 if isinstance(error, STOPS_THE_RUN):
                     break
-        return made
 
     def _write_run_record(self) -> None:
         path = self.run_dir / RUN_FILE
@@ -254,7 +248,7 @@ class _Launch:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.planned.port}"
 
-    def carry_out(self) -> tuple[LaunchRecord, BaseException | None]:
+    def carry_out(self) -> BaseException | None:
         """Run the launch to its record. Errors made on purpose and interrupts are returned; others are raised."""
         error: BaseException | None = None
         log_tail: list[str] = []
@@ -262,27 +256,23 @@ class _Launch:
         self.planned.tmp_dir.mkdir(parents=True)
         vllm = server.VllmServer(self._command())
         try:
-            self._enter("preflight")
-            vllm.preflight()
             self.evidence = self.evidence.model_copy(update=self._gpu_evidence())
             try:
                 self._serve(vllm)
             finally:
-                # An interrupt while stopping would leave the server behind: it waits until the server is gone.
-                with _interrupts_held():
-                    self._stop(vllm)
+                self._stop(vllm)
         except KeyboardInterrupt as interrupt:
             error = interrupt
         except (AbharnessError, OSError) as failure:
             error = failure
             log_tail = getattr(failure, "log_tail", []) or vllm.log_tail(40)
         finally:
-            record = self._record(error, log_tail)
-            self._write(record)
-            shutil.rmtree(self.planned.tmp_dir.parent, ignore_errors=True)
+            with _interrupts_held():
+                self._write(self._record(vllm, error, log_tail))
+                shutil.rmtree(self.planned.tmp_dir.parent, ignore_errors=True)
         if isinstance(error, OSError):
             raise error
-        return record, error
+        return error
 
     def _command(self) -> server.LaunchCommand:
         planned = self.planned
@@ -299,7 +289,7 @@ class _Launch:
             sentinel=(SENTINEL_VARIABLE, planned.sentinel),
             ready_timeout_s=self.spec.server.ready_timeout_s,
             cache_dirs=planned.cache_dirs,
-            watched_defaults=environments.default_cache_locations(planned.env),
+            watched_defaults=default_caches(planned.env),
             gpu=self.run.gpu,
         )
 
@@ -308,8 +298,8 @@ class _Launch:
         self.run.reporter.phase(phase)
 
     def _serve(self, vllm: server.VllmServer) -> None:
-        self._enter("start")
         vllm.start()
+        self._enter("start")
         self.evidence = self.evidence.model_copy(update={"server_pid": vllm.pid})
         vllm.wait_ready(
             lambda: first_completion(self.base_url, self.planned.served_model_name, timeout_s=60.0),
@@ -352,6 +342,7 @@ class _Launch:
         check = verify.check_environment(
             when=when,
             root_pid=vllm.pid,
+            known=vllm.known(),
             expected=self.planned.expected,
             sentinel=(SENTINEL_VARIABLE, self.planned.sentinel),
             log_text=vllm.log_text(),
@@ -446,7 +437,7 @@ class _Launch:
         started_s = time.monotonic()
         answered = 0
 
-        def on_answer(index: int, reply: Any) -> None:
+        def on_answer(index: int, reply: Reply) -> None:
             nonlocal answered
             answered += 1
             append_lines(self.folder / ANSWERS_FILE, [self._answer_record(workload, ready, index, reply)])
@@ -455,10 +446,11 @@ class _Launch:
         ask(
             base_url=self.base_url,
             served_model=self.planned.served_model_name,
-            prompts=ready.prompts,
+            prompts=[prompt.messages or prompt.text or "" for prompt in ready.prompts],
             max_tokens=workload.max_tokens,
             max_concurrency=workload.max_concurrency,
             logprobs=workload.logprobs,
+            stop=ready.prompts[0].stop,
             seed=self.spec.design.seed,
             request_timeout_s=self.spec.server.request_timeout_s,
             alive=vllm.alive,
@@ -468,6 +460,7 @@ class _Launch:
             AccuracyRun(
                 workload=workload.name,
                 num_questions=workload.num_questions,
+                doc_ids=[question.doc_id for question in ready.asked],
                 answered=answered,
                 max_concurrency=workload.max_concurrency,
                 max_tokens=workload.max_tokens,
@@ -477,14 +470,21 @@ class _Launch:
             )
         )
 
-    def _answer_record(self, workload: Gsm8kWorkload, ready: Questions, index: int, reply: Any) -> AnswerRecord:
+    def _answer_record(self, workload: Gsm8kWorkload, ready: Questions, index: int, reply: Reply) -> AnswerRecord:
         return accuracy.answer_record(
-            workload=workload.name,
-            question=ready.asked[index],
-            prompt=ready.prompts[index],
-            reply=reply,
-            filter_name=workload.filter,
-            max_tokens=workload.max_tokens,
+            workload.name,
+            ready.asked[index],
+            ready.prompts[index],
+            reply.text,
+            finish_reason=reply.finish_reason,
+            generation={"max_tokens": workload.max_tokens, "temperature": 0, "seed": self.spec.design.seed},
+            reasoning=reply.reasoning,
+            tokens=reply.tokens,
+            prompt_tokens=reply.prompt_tokens,
+            output_tokens=reply.output_tokens,
+            e2el_s=reply.e2el_s,
+            error=reply.error,
+            decided_by=workload.filter,
         )
 
     def _stop(self, vllm: server.VllmServer) -> None:
@@ -498,17 +498,17 @@ class _Launch:
             self.evidence = self.evidence.model_copy(
                 update={
                     "caches": vllm.cache_evidence(),
-                    "default_caches_touched": [str(path) for path in vllm.defaults_touched()],
+                    "default_caches_touched": vllm.defaults_touched(),
                 }
             )
             self.phase = before
-        self.findings += verify.check_caches(self.evidence.caches, self.evidence.default_caches_touched)
+        self.findings += resources.check_caches_used(self.evidence.caches, self.evidence.default_caches_touched)
 
     def _gpu_evidence(self) -> dict[str, Any]:
         uuids = self.run.gpu.uuids()
         return {"gpu_uuids": uuids or None, "gpu_absent": None if uuids else getattr(self.run.gpu, "reason", "no GPU")}
 
-    def _record(self, error: BaseException | None, log_tail: list[str]) -> LaunchRecord:
+    def _record(self, vllm: server.VllmServer, error: BaseException | None, log_tail: list[str]) -> LaunchRecord:
         planned = self.planned
         failure: Failure | None = None
         if error is not None:
@@ -519,7 +519,7 @@ class _Launch:
                 code=getattr(error, "code", None),
                 hint=getattr(error, "hint", None),
                 log_tail=log_tail,
-                command=by_hand(planned.argv, planned.env) if isinstance(error, LaunchError) else None,
+                command=vllm.by_hand() if isinstance(error, LaunchError) else None,
             )
         interrupted = isinstance(error, KeyboardInterrupt)
         return LaunchRecord(
