@@ -40,7 +40,10 @@ def test_a_cell_sends_every_prompt_in_order_and_keeps_its_concurrency(monkeypatc
     progress = []
     with ScriptedServer(answer_as_asked) as server:
         traffic = cell(server, on_progress=lambda done, of: progress.append((done, of)))
-    assert [body["prompt"] for _, body in server.requests] == PROMPTS
+    # Two in flight may overtake each other on the wire, and no more than that.
+    order = [PROMPTS.index(body["prompt"]) for _, body in server.requests]
+    assert sorted(order) == list(range(8))
+    assert all(abs(number - place) < 2 for place, number in enumerate(order))
     assert server.most_in_flight == 2
     assert progress == [(n, 8) for n in range(1, 9)]
     assert [r.index for r in traffic.requests] == list(range(8))
