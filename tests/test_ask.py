@@ -52,7 +52,12 @@ def test_questions_are_sent_in_order_once_and_greedily(monkeypatch):
     """E11: the same order and concurrency in both variants. A proxy of the shell is not used."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    with ScriptedServer(lambda path, body: completion(body["prompt"])) as server:
+
+    def script(path, body):
+        answer = completion(body["prompt"])
+        return Answer([0.02, *answer.steps], content_type=answer.content_type)
+
+    with ScriptedServer(script) as server:
         replies = put(server, [f"Q{n}" for n in range(9)], stop=["\n\n"], seed=3)
     assert [reply.text for reply in replies] == [f"Q{n}" for n in range(9)]
     # Two in flight may overtake each other on the wire, and no more than that.
