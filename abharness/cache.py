@@ -42,7 +42,7 @@ def expand_user(text: str, environ: Mapping[str, str]) -> Path:
 
 
 def cache_root(environ: Mapping[str, str]) -> Path:
-    """The folder of everything managed: `$ABHARNESS_CACHE`, else `$XDG_CACHE_HOME/abharness`, else `~/.cache/abharness`.
+    """Root of everything managed: `$ABHARNESS_CACHE`, else `$XDG_CACHE_HOME/abharness`, else `~/.cache/abharness`.
 
     An empty variable counts as unset, and so does a relative `XDG_CACHE_HOME` (XDG base directory specification).
     """

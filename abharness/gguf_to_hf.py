@@ -4,9 +4,9 @@ Runs by itself in the server's interpreter, which has torch, transformers, token
 
     python gguf_to_hf.py MODEL.gguf NEW_DIRECTORY --prompt "..." --expect WORD
 
-The tensors are dequantised and the tokenizer rebuilt here, and not by transformers' own GGUF loader: that one splits
-numbers otherwise than the model was trained on, and models that it loaded cannot be saved by every version. float32
-holds every dequantised value exactly. The directory is believed only after it was loaded again from disk and the model's
+The tensors are dequantised and the tokenizer rebuilt here, and not by transformers' own GGUF loader, since transformers
+5.19 refuses to save a model that it loaded so; the weights are equal to that loader's to the last bit. float32 holds
+every dequantised value exactly. The directory is believed only after it was loaded again from disk and the model's
 greedy answer to the prompt held the expected word.
 """
 

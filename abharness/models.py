@@ -11,9 +11,8 @@ import dataclasses
 import hashlib
 import json
 import zipfile
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from abharness.cache import (
     cache_root,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "managed:"
 
 _MARKER = "managed.json"
+_CONVERTER = Path(__file__).with_name("gguf_to_hf.py")
 _LOOKS_LIKE_A_PATH = ("./", "../", "~", "/")
 
 
@@ -112,12 +112,8 @@ def resolve_model(model: str, environ: Mapping[str, str]) -> str:
     return model
 
 
-def _converter() -> Any:
-    return resources.files("abharness").joinpath("gguf_to_hf.py")
-
-
 def _recipe_sha256(source: _Source) -> str:
-    text = f"{dataclasses.asdict(source)}\n{_converter().read_text(encoding='utf-8')}"
+    text = f"{dataclasses.asdict(source)}\n{_CONVERTER.read_text(encoding='utf-8')}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -199,29 +195,26 @@ class _Steps:
 
 def _build(source: _Source, building: Path, steps: _Steps, python: Path) -> None:
     """Leave the finished directory as `hf` in the build folder."""
-    download = [python, "-m", "pip", "--no-input", "download", "--no-deps", "--progress-bar", "off"]
+    pip: list[str | Path] = [python, "-m", "pip", "--no-input", "download", "--no-deps", "--progress-bar", "off"]
     steps.run(
         f"downloading {source.distribution}",
-        [*download, "--dest", building, source.distribution],
+        [*pip, "--dest", building, source.distribution],
         "see which indexes pip is configured with (`pip config list`)",
     )
     _unpack(source, building, steps.name)
-    with resources.as_file(_converter()) as script:
-        tail = steps.run(
-            "converting to a Hugging Face directory (float32)",
-            [
-                *(python, script, building / source.member, building / "hf"),
-                *("--prompt", source.prompt, "--expect", source.expect),
-            ],
-            "the interpreter needs torch, transformers, tokenizers and gguf, as managed:cpu has them",
-        )
+    question = ("--prompt", source.prompt, "--expect", source.expect)
+    tail = steps.run(
+        "converting to a Hugging Face directory (float32)",
+        [python, _CONVERTER, building / source.member, building / "hf", *question],
+        "the interpreter needs torch, transformers, tokenizers and gguf, as managed:cpu has them",
+    )
     steps.say(f"the converted model was asked {source.prompt!r}; {tail[-1]}")
     (building / source.license_member).rename(building / "hf" / "LICENSE")
     (building / "hf" / "NOTICE").write_text(
         f"Licence: {source.license}, see LICENSE.\n"
         f"Source: {Path(source.member).name} (sha256 {source.sha256}) from the Python package {source.distribution}.\n"
-        "Changes: its tensors were dequantised to float32, and its tokenizer, chat template and configuration rewritten\n"
-        "as Hugging Face files, by abharness.\n",
+        "Changes: abharness dequantised its tensors to float32 and rewrote its tokenizer, chat template and\n"
+        "configuration as Hugging Face files.\n",
         encoding="utf-8",
     )
     marker = {"name": steps.name, "source": source.distribution, "recipe_sha256": _recipe_sha256(source)}

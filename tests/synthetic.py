@@ -1,0 +1,211 @@
+"""Run folders made of numbers: what `compare` reads, without launching anything."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from abharness import accuracy
+from abharness.plan import config_hash, launch_order
+from abharness.record import (
+    AccuracyRun,
+    CellRecord,
+    ClientLoad,
+    EnvironmentCheck,
+    Evidence,
+    Failure,
+    Finding,
+    LaunchRecord,
+    ProcessWitness,
+    RequestLine,
+    RequestRecord,
+    RunRecord,
+    ServerCounters,
+    TokenStep,
+    Variant,
+    append_lines,
+    write_model,
+)
+from abharness.spec import ExperimentSpec, parse_spec
+
+SPEC = """\
+experiment: made
+question: Is it faster?
+server: {model: m, env: {SHARED: "1"}}
+variants:
+  baseline: {env: {SWITCH: null}}
+  candidate: {env: {SWITCH: "1"}}
+design: {launches_per_variant: 4}
+workloads:
+  - {name: decode, kind: decode, input_len: 16, output_len: 11, max_concurrency: 1, num_prompts: 4}
+  - {name: gsm8k, kind: gsm8k, num_questions: 8, dataset: ./q.jsonl}
+"""
+
+QUESTIONS = [
+    accuracy.Question(i, f"What is {i}?", f"It is {i}.\n#### {i}", accuracy.parse_gold(str(i))) for i in range(8)
+]
+
+
+@dataclass
+class Made:
+    """One launch to write; every field is a way in which it may differ."""
+
+    speed: float = 100.0
+    answers: Mapping[int, str] = field(default_factory=dict)
+    drop_answers: int = 0
+    error: str | None = None
+    requests: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    counters: ServerCounters | None = None
+    client: Mapping[str, float] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    prompts: str = "p"
+    findings: Sequence[Finding] = ()
+    verified: bool = True
+    status: Any = "completed"
+    failure: Failure | None = None
+
+
+def spec(*overrides: str) -> ExperimentSpec:
+    return parse_spec(SPEC, "made.yaml", overrides)
+
+
+def write_run(
+    folder: Path,
+    launches: Mapping[Variant, Sequence[Made]],
+    *overrides: str,
+    provenance: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a run whose k-th launch of a variant is the k-th of `launches`; fewer than planned are left out."""
+    wanted = spec(*overrides)
+    order = launch_order(wanted.design)
+    folder.mkdir(parents=True)
+    write_model(
+        folder / "experiment.json",
+        RunRecord(
+            experiment=wanted.experiment,
+            question=wanted.question,
+            config_hash=config_hash(wanted),
+            created_at="2026-01-01T00:00:00+00:00",
+            abharness_version="0",
+            spec=wanted.model_dump(mode="json"),
+            plan=order,
+            provenance=dict(provenance or {"cpu": "x"}),
+        ),
+    )
+    counts: dict[Variant, int] = {"baseline": 0, "candidate": 0}
+    for index, variant in enumerate(order):
+        if counts[variant] < len(launches[variant]):
+            write_launch(folder, wanted, index, variant, launches[variant][counts[variant]])
+            counts[variant] += 1
+    return folder
+
+
+def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant, made: Made) -> None:
+    path = run / "launches" / f"{index}-{variant}"
+    path.mkdir(parents=True)
+    shape = {"workload": "decode", "input_len": 16, "output_len": 11, "max_concurrency": 1, "repeat": 0}
+    requests = [request(i, made) for i in range(4)]
+    append_lines(path / "requests.jsonl", [RequestLine(request=one, **shape) for one in requests])
+    cell = CellRecord(
+        kind="decode",
+        started_s=0,
+        ended_s=44 / made.speed,
+        prompts_sha256=made.prompts,
+        client=ClientLoad(
+            **{"cpu_share": 0.1, "loop_lag_p50_s": 0, "loop_lag_p99_s": 0, "chunks_per_s": 1, **made.client}
+        ),
+        counters=made.counters,
+        **shape,
+    )
+    asked = QUESTIONS[: wanted.workloads[1].num_questions] if len(wanted.workloads) > 1 else []  # type: ignore[union-attr]
+    kept = asked[: len(asked) - made.drop_answers]
+    if kept:
+        append_lines(path / "gsm8k.jsonl", [answer(question, made) for question in kept])
+    env = {"SHARED": "1", **({"SWITCH": "1"} if variant == "candidate" else {}), **made.env}
+    witness = ProcessWitness(pid=1, ppid=0, start_ticks=1, name="VLLM::EngineCore", state="ok")
+    check = EnvironmentCheck(when="before_load", expected={}, processes=[witness])
+    write_model(
+        path / "evidence.json",
+        Evidence(
+            environment=[check] if made.verified else [],
+            gpu_absent="no GPU",
+            server_versions={"vllm": "1", **made.versions},
+        ),
+    )
+    write_model(
+        path / "launch.json",
+        LaunchRecord(
+            status=made.status,
+            experiment=wanted.experiment,
+            launch_index=index,
+            variant=variant,
+            sentinel=f"t-{index}",
+            config_hash=config_hash(wanted),
+            started_at="2026-01-01T00:00:00+00:00",
+            argv=["python", "-m", "vllm", "serve", "m", "--port", "1", "--served-model-name", f"n-{index}"],
+            env=env,
+            inherited=[],
+            not_passed=[],
+            model="m",
+            served_model_name=f"n-{index}",
+            port=1,
+            wall_s=1,
+            findings=list(made.findings),
+            cells=[cell],
+            accuracy=[
+                AccuracyRun(
+                    workload="gsm8k",
+                    num_questions=len(asked),
+                    doc_ids=[question.doc_id for question in asked],
+                    answered=len(kept),
+                    max_concurrency=1,
+                    max_tokens=64,
+                    questions_sha256="q",
+                    started_s=0,
+                    ended_s=1,
+                )
+            ]
+            if asked
+            else [],
+            error=made.failure,
+        ),
+    )
+
+
+def request(index: int, made: Made) -> RequestRecord:
+    took = 11 / made.speed
+    values: dict[str, Any] = {
+        "index": index,
+        "prompt_sha256": hashlib.sha256(f"{made.prompts}{index}".encode()).hexdigest(),
+        "requested_input_len": 16,
+        "requested_output_len": 11,
+        "submitted_s": index * took,
+        "sent_s": index * took,
+        "first_token_s": (index + 0.1) * took,
+        "last_token_s": (index + 1) * took,
+        "prompt_tokens": 16,
+        "output_tokens": 11,
+        "chunks": 11,
+        "finish_reason": "length",
+    }
+    return RequestRecord.model_validate({**values, **made.requests.get(index, {})})
+
+
+def answer(question: accuracy.Question, made: Made) -> Any:
+    text = made.answers.get(question.doc_id, f"It is {question.doc_id}.\n#### {question.doc_id}")
+    tokens = [TokenStep(token=c, logprob=-0.7, runner_up="?", runner_up_logprob=-0.72) for c in text]
+    cut = text.endswith("...")
+    return accuracy.answer_record(
+        "gsm8k",
+        question,
+        accuracy.build_prompt(question, style="chat"),
+        text,
+        finish_reason="length" if cut else "stop",
+        generation={"max_tokens": 64},
+        tokens=tokens,
+        error=made.error,
+    )
