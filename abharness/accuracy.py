@@ -336,8 +336,8 @@ def answer_record(
     """Score one reply (see `score`) and make its line of `gsm8k.jsonl`.
 
     `arguments` has the layout of lm-eval's sample files: `arg_0` is the prompt (a chat's messages as JSON text),
-    `arg_1` the generation settings. `exact_match` is 1.0 or 0.0, and None where the reply was not scored; an answer that
-    was not found is `[invalid]` in `filtered_resps`, as lm-eval writes it.
+    `arg_1` the generation settings. `exact_match` is 1.0 or 0.0, and None where the reply was not scored; an answer
+    that was not found is `[invalid]` in `filtered_resps`, as lm-eval writes it.
 
     Args:
         workload: Its name in the spec.
@@ -368,7 +368,7 @@ def answer_record(
         filter=decided_by,
         exact_match=None if decisive.exact_match is None else float(decisive.exact_match),
         state=scored.state,
-        extractions=dict(scored.extractions),
+        extractions={name: scored.extractions[name] for name in FILTERS},
         finish_reason=finish_reason,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,

@@ -63,20 +63,20 @@ _CURRENCY = "$€£¥₹₩₽"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+])?(?P<currency>[{_CURRENCY}] ?)?(?P<inner>[-+])?"
     r"(?P<run>(?:[0-9]+|\.[0-9]+)(?:[.,:/-][0-9]+)*)"
-    r"(?:[eE](?P<exponent>[-+]?[0-9]{1,2})(?![0-9A-Za-z.])|"
-    r" ?[×*xX] ?10 ?\^ ?\{?(?P<power>[-+]?[0-9]{1,2})(?![0-9])\}?)?"
+    r"(?:[eE](?P<exponent>[-+]?[0-9]+)(?![0-9A-Za-z]|\.[0-9])|"
+    r" ?[×*xX] ?10 ?\^ ?\{?(?P<power>[-+]?[0-9]+)\}?)?"
 )
-_MIXED = re.compile(r" ([0-9]{1,30})/([0-9]{1,30})(?![0-9A-Za-z/.:,^-])")
+_MIXED = re.compile(r" ([0-9]{1,30})/([0-9]{1,30})(?![0-9A-Za-z^]|[/.:,-][0-9])")
 _PLAIN = re.compile(r"[0-9]*\.?[0-9]+")
 _THOUSANDS = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3})(?:\.[0-9]+)?")
 _RATIO = re.compile(r"([0-9]{1,30})/([0-9]{1,30})")
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")
 _LIST_ITEM = re.compile(r"^[ \t#>*-]{0,12}([0-9]{1,3})[.)]\*{0,2}[ \t]+(?=\S)", re.MULTILINE)
-_LAST_WORD = re.compile(r"([A-Za-z]+)[\s*_\"'(]*$")
 _NEGATIVE_WORD = re.compile(rf"\bnegative[ ]+(?=[{_CURRENCY}]?[0-9])", re.IGNORECASE)
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
 _BOXED = re.compile(r"\\f?box(?:ed)?[ \t]?\{")
+_BRACE = re.compile(r"[{}]")
 _STATEMENT = re.compile(
     r"(?i:\banswers?\b[^\n.!?:=0-9]{0,80}?(?:\bis\b|\bare\b|\bwas\b|\bbe\b|:|=))|^[ \t*_#>]{0,8}A[ \t]?:", re.MULTILINE
 )
@@ -93,61 +93,20 @@ _SPACED_SIGN = re.compile(rf"(?:-|minus|negative)\s+(?=[{_CURRENCY}]?[0-9.])", r
 _ARITHMETIC = re.compile(rf"[\s0-9.,{_CURRENCY}+\-*/×÷xX()\[\]%^]*")
 _NAME = re.compile(r"[^0-9.!?;\n]{0,60}")
 _OPERATOR_GAP = re.compile(rf"[ A-Za-z{_CURRENCY}/()]{{0,40}}[*×÷+/xX-][ A-Za-z{_CURRENCY}/()]{{0,40}}")
-_SECOND_NUMBER = re.compile(rf"\s*(?:-|,|;|/|\bto\b|\bor\b|\band\b)\s*[-+]?[{_CURRENCY}]?[0-9]")
+_SECOND_NUMBER = re.compile(rf"[\s{{}}]*(?:-|,|;|/|\bto\b|\bor\b|\band\b)[\s{{}}]*[-+]?[{_CURRENCY}]?[0-9]")
 _HEADING = re.compile(r"[.)]\*{0,2}[ \t]+[A-Za-z]|\*{0,2}:[ \t]*\S")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 # Closed-class words before a number that say how, when or for whom: such a number is not what the sentence states.
-_CIRCUMSTANCE = frozenset(
-    # fmt: off
-    [
-        "for",
-        "in",
-        "on",
-        "at",
-        "by",
-        "per",
-        "every",
-        "each",
-        "the",
-        "this",
-        "these",
-        "those",
-        "all",
-        "both",
-        "after",
-        "before",
-        "within",
-        "over",
-        "under",
-        "of",
-        "from",
-        "with",
-        "than",
-        "since",
-        "until",
-        "during",
-        "between",
-        "through",
-        "her",
-        "his",
-        "their",
-        "its",
-        "my",
-        "your",
-        "our",
-        "another",
-        "other",
-        "first",
-        "last",
-        "next",
-    ]
-    # fmt: on
+_CIRCUMSTANCE = re.compile(
+    r"\b(?:for|in|on|at|by|per|every|each|the|this|these|those|all|both|after|before|within|over|under|of|from|with|than|"
+    r"since|until|during|between|through|her|his|their|its|my|your|our|another|other|first|last|next)[\s*_\"'(]*$",
+    re.IGNORECASE,
 )
 _TOTAL_NOUNS = re.compile(
     r"\b(?:total|sum|profit|cost|amount|average|balance|value|price|difference) of\W*$", re.IGNORECASE
 )
-_LABELS = frozenset(["step", "part", "case", "example", "equation", "question", "problem", "option"])
+_LABEL = re.compile(r"\b(?:step|part|case|example|equation|question|problem|option)[\s*_\"'(]*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +312,9 @@ def _token(text: str, match: re.Match[str]) -> _Token:
     scale = match.group("exponent") or match.group("power")
     mixed = _MIXED.match(text, end) if run.isdecimal() and len(run) <= 30 and scale is None else None
     if value is not None and scale is not None:
-        value = Decimal(f"{value:f}e{scale}") if isinstance(value, Decimal) else None
+        # Exponents past two digits are noise, and their plain text would not fit in memory.
+        plausible = isinstance(value, Decimal) and len(scale.lstrip("+-")) <= 2
+        value = Decimal(f"{value:f}e{scale}") if plausible else None
     elif value is not None and mixed is not None and int(mixed.group(1)) < int(mixed.group(2)):
         value, end = Fraction(run) + Fraction(int(mixed.group(1)), int(mixed.group(2))), mixed.end()
     ordinal = _ORDINAL.match(text, end) is not None
@@ -437,16 +398,16 @@ def _marker(text: str) -> tuple[_Token, int] | None:
 
 
 def _boxed(text: str) -> _Token | None:
-    found = None
-    for box in _BOXED.finditer(text):
-        depth, position = 1, box.end()
-        stop = min(len(text), position + _STATEMENT_CHARS)
-        while position < stop and depth:
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            position += 1
-        if depth == 0:
-            found = _leading(text[box.end() : position - 1]) or found
-    return found
+    for box in reversed(list(_BOXED.finditer(text))):
+        depth = 1
+        for brace in _BRACE.finditer(text, box.end(), box.end() + _STATEMENT_CHARS):
+            depth += 1 if brace.group() == "{" else -1
+            if depth == 0:
+                token = _leading(text[box.end() : brace.start()])
+                if token is not None:
+                    return token
+                break
+    return None
 
 
 def _last_statement(text: str) -> _Token | None:
@@ -482,8 +443,7 @@ def _conclusion(sentence: str) -> str | None:
         if token.ordinal or token.value is None:
             continue
         before = result[max(0, token.start - 30) : token.start]
-        word = _LAST_WORD.search(before)
-        if word and word.group(1).lower() in _CIRCUMSTANCE and not _TOTAL_NOUNS.search(before):
+        if _CIRCUMSTANCE.search(before) and not _TOTAL_NOUNS.search(before):
             continue
         stated.add(token.value)
     return stated.pop() if len(stated) == 1 else None
@@ -499,8 +459,8 @@ def _without_labels(text: str, numbers: list[_Token]) -> list[_Token]:
             expected = int(item.group(1)) + 1
     kept = []
     for number in numbers:
-        word = _LAST_WORD.search(text[max(0, number.start - 30) : number.start])
-        if number.start not in numbering and not (word and word.group(1).lower() in _LABELS):
+        labelled = _LABEL.search(text[max(0, number.start - 30) : number.start])
+        if number.start not in numbering and not labelled:
             kept.append(number)
     return kept
 

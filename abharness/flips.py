@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from abharness.record import AnswerRecord, TokenStep
 
 NEAR_TIE_NATS = 0.25
-"""Largest top-2 gap that rounding alone closes: two logits between 16 and 32, each off by one bfloat16 step of 0.125."""
+"""Largest top-2 gap that rounding closes: two logits between 16 and 32, each off by one bfloat16 step of 0.125."""
 
 
 @dataclass(frozen=True, slots=True)

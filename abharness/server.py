@@ -371,8 +371,6 @@ class VllmServer:
             _signal(targets, number)
             deadline = time.monotonic() + self.command.grace_s
             while time.monotonic() < deadline:
-                if self._process is not None:
-                    self._process.poll()
                 self.observe()
                 if not self._remaining():
                     break
@@ -380,6 +378,8 @@ class VllmServer:
                     _signal(self._remaining(), number)
                 time.sleep(POLL_S / 2)
             self._adopt_carriers()
+        if self._process is not None:
+            self._process.poll()  # a child that has ended is to be reaped
 
     def _adopt_carriers(self) -> None:
         self.observe()

@@ -350,7 +350,8 @@ class Server:
             log("APIServer", f"Unknown vLLM environment variable detected: {name}", "WARNING", "envs.py:2027")
         load_plugins("APIServer", set())
         if self.faults.get("shm_leak"):
-            Path(f"/dev/shm/psm_{os.getpid():08x}").write_bytes(b"\0" * 64)
+            # Held open, as a mapped one is.
+            os.open(f"/dev/shm/psm_{os.getpid():08x}", os.O_CREAT | os.O_RDWR, 0o600)
         await self.start_engine()
         early = self.faults.get("health_before_ready_s")
         if not early:

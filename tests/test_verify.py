@@ -1,0 +1,396 @@
+"""What was declared against what the processes and the log show."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import FAKE_SITE, MakeCommand, completion
+
+from abharness import procfs
+from abharness.record import EnvironmentCheck, Finding
+from abharness.server import VllmServer
+from abharness.verify import attached_check, check_environment, check_log, suspicious_values
+
+Running = Callable[..., VllmServer]
+
+
+def check(server: VllmServer, expected: dict[str, str | None], **options: Any) -> EnvironmentCheck:
+    return check_environment(
+        when="before_load",
+        root_pid=server.pid,
+        expected=expected,
+        sentinel=server.command.sentinel,
+        log_text=server.log_text(),
+        known=server.known(),
+        **options,
+    )
+
+
+def codes(findings: list[Finding]) -> list[str]:
+    return [finding.code for finding in findings]
+
+
+# Environment.
+
+
+def test_everything_declared_is_seen_in_every_process(running: Running) -> None:
+    server = running(env={"FAKE_SWITCH": "fast", "EMPTY": "", "FAKE_WORKERS": "2"})
+    expected = {"FAKE_SWITCH": "fast", "EMPTY": "", "VLLM_SWITCH": None}
+    result = check(server, expected, expect_log=[r"FAKE_SWITCH=f\w+$"])
+    assert result.findings == []
+    assert [witness.state for witness in result.processes] == ["ok"] * 4
+    assert all(witness.started_with == expected for witness in result.processes)
+    assert [witness.name for witness in result.processes][1:] == ["VLLM::EngineCore", *["VLLM::Worker"] * 2]
+    assert "fake kernels: FAKE_SWITCH=fast" in str(result.log_matches[r"FAKE_SWITCH=f\w+$"])
+
+
+@pytest.mark.parametrize("declared", [None, "1"], ids=["unset", "set"])
+@pytest.mark.parametrize("wipe", ["all", "prefix", "middle", "tail", "title"])
+def test_wiped_block_is_unverifiable_in_both_arms(running: Running, wipe: str, declared: str | None) -> None:
+    """A1: the arm that says "must be unset" must not pass either."""
+    env = {} if declared is None else {"FAKE_SWITCH": declared}
+    server = running(faults={"wipe_environ": wipe}, env=env)
+    result = check(server, {"FAKE_SWITCH": declared})
+    engine = next(witness for witness in result.processes if witness.name == "VLLM::EngineCore")
+    assert (engine.state, engine.started_with) == ("unreadable", {})
+    assert codes(result.findings) == ["env_unverifiable"]
+    finding = result.findings[0]
+    assert finding.fatal
+    assert f"pid {engine.pid} (EngineCore)" in finding.message
+    assert "SPT_NOENV=1" in str(finding.hint)
+
+
+@pytest.mark.parametrize(
+    ("expected", "found"),
+    [(None, ""), ("", None), ("0", "false"), ("false", "0"), ("0", None), ("1", "1 ")],
+)
+def test_values_are_exact_strings(running: Running, expected: str | None, found: str | None) -> None:
+    """A5: unset, empty, "0" and "false" are four values."""
+    server = running(env={} if found is None else {"VLLM_SWITCH": found})
+    result = check(server, {"VLLM_SWITCH": expected})
+    assert "env_mismatch" in codes(result.findings)
+    message = next(finding.message for finding in result.findings if finding.code == "env_mismatch")
+    assert f"expected {'unset' if expected is None else repr(expected)}" in message
+    assert ("started without it" if found is None else f"started with {found!r}") in message
+    assert "disagree" not in message
+
+
+@pytest.mark.parametrize("engine_value", ["slow", None])
+def test_processes_that_disagree(running: Running, engine_value: str | None) -> None:
+    """A3: the server has the switch, the engine it spawned another value or none."""
+    server = running(faults={"child_env": {"FAKE_SWITCH": engine_value}}, env={"FAKE_SWITCH": "fast"})
+    result = check(server, {"FAKE_SWITCH": "fast"})
+    assert codes(result.findings) == ["env_mismatch"]
+    finding = result.findings[0]
+    assert finding.fatal
+    assert "the processes disagree" in finding.message
+    assert f"pid {server.pid} (APIServer) was started with 'fast'" in finding.message
+    engine = "(EngineCore) was started with 'slow'" if engine_value else "(EngineCore) was started without it"
+    assert engine in finding.message
+
+
+def test_later_changes_are_not_seen_and_not_claimed(running: Running) -> None:
+    """A3: the block says what a process was started with; nothing says "in effect"."""
+    server = running(faults={"late_environ": {"FAKE_SWITCH": "slow"}}, env={"FAKE_SWITCH": "fast"})
+    assert "FAKE_SWITCH=slow" in server.log_text()
+    result = check(server, {"FAKE_SWITCH": "fast"})
+    assert result.findings == []
+    assert "effect" not in result.model_dump_json()
+    assert codes(check(server, {"FAKE_SWITCH": "fast"}, expect_log=["FAKE_SWITCH=fast"]).findings) == [
+        "switch_not_recognised"
+    ]
+
+
+def test_block_of_another_launch_proves_nothing(running: Running) -> None:
+    """A1: without the launch's own variable a plausible block is not believed."""
+    server = running()
+    for sentinel, what in (
+        (("ABHARNESS_OTHER", "1"), "is missing"),
+        ((server.command.sentinel[0], "another"), "is '"),
+    ):
+        result = check_environment(
+            when="after_load",
+            root_pid=server.pid,
+            expected={"FAKE_SWITCH": None},
+            sentinel=sentinel,
+            log_text=server.log_text(),
+        )
+        assert set(codes(result.findings)) == {"env_unverifiable"}
+        assert all(witness.state == "unreadable" for witness in result.processes)
+        assert what in str(result.processes[0].reason)
+
+
+def test_re_parented_engine_is_checked(running: Running) -> None:
+    """C1, A3: a process that is in no tree any more is found by the launch's variable and by its pid."""
+    server = running(
+        faults={"engine_survives": True, "child_env": {"FAKE_SWITCH": "slow"}}, env={"FAKE_SWITCH": "fast"}
+    )
+    engine = next(one.pid for one in server.observe() if procfs.title(one.pid) == "VLLM::EngineCore")
+    os.kill(server.pid, 9)
+    while server.alive() is None or procfs.tree(server.pid)[1:]:
+        time.sleep(0.01)
+    result = check(server, {"FAKE_SWITCH": "fast"})
+    assert [(w.pid, w.started_with) for w in result.processes if w.state == "ok"] == [(engine, {"FAKE_SWITCH": "slow"})]
+    assert codes(result.findings) == ["env_mismatch"]
+
+
+def test_no_engine_in_the_tree(running: Running) -> None:
+    """A1, C4: nothing can be said of the process that runs the model when it cannot be found."""
+    server = running(faults={"engine_dead_server_lives": True})
+    os.kill(next(one.pid for one in server.observe() if one.pid != server.pid), 9)
+    while server.alive() is None:
+        time.sleep(0.01)
+    result = check(server, {"FAKE_SWITCH": None})
+    assert codes(result.findings) == ["env_unverifiable"]
+    assert "no process of the tree shows itself as the engine" in result.findings[0].message
+
+
+def test_server_that_has_ended(running: Running) -> None:
+    server = running()
+    server.stop()
+    result = check(server, {"FAKE_SWITCH": None})
+    assert codes(result.findings) == ["env_unverifiable"]
+    assert "no process is left" in result.findings[0].message
+
+
+def test_engine_without_a_title_is_known_by_the_log(running: Running) -> None:
+    """Without setproctitle the log's prefix says which process is the engine."""
+    server = running(env={"FAKE_WORKERS": "1"})
+    log = "\n".join(f"\x1b[0;36m(EngineCore_DP0 pid={pid})\x1b[0;0m INFO up" for pid, _ in server.known())
+    result = check_environment(
+        when="before_load", root_pid=server.pid, expected={}, sentinel=server.command.sentinel, log_text=log
+    )
+    assert result.findings == []
+
+
+def test_secrets_are_not_in_messages(running: Running) -> None:
+    server = running(env={"HF_TOKEN": "hf_real"})
+    result = check(server, {"HF_TOKEN": "hf_other"})
+    assert codes(result.findings) == ["env_mismatch"]
+    assert "hf_" not in result.findings[0].message
+
+
+# A server that somebody else started.
+
+
+def test_attached_server_is_checked_as_a_whole(running: Running) -> None:
+    """A1, A3."""
+    server = running(faults={"child_env": {"FAKE_SWITCH": "slow"}}, env={"FAKE_SWITCH": "fast"})
+    result = attached_check(server.pid, {"FAKE_SWITCH": "fast"}, ["VLLM_SWITCH"])
+    assert result.when == "attached"
+    assert codes(result.findings) == ["env_mismatch"]
+    assert attached_check(server.pid, {}, ["VLLM_SWITCH"]).findings == []
+
+
+def test_attached_server_with_a_wiped_engine(running: Running) -> None:
+    """A1: "unset" is not claimed of a block that is wiped in part."""
+    server = running(faults={"wipe_environ": "prefix"})
+    result = attached_check(server.pid, {}, ["FAKE_SWITCH"])
+    assert codes(result.findings) == ["env_unverifiable"]
+
+
+def test_attached_to_nothing() -> None:
+    result = attached_check(2**22 + 1, {"A": "1"})
+    assert codes(result.findings) == ["env_unverifiable"]
+
+
+def test_running_servers_are_found(running: Running, make_command: MakeCommand) -> None:
+    """C1: one tree a server; an engine that lost its server is a root of its own."""
+    first = running(env={"FAKE_WORKERS": "1"})
+    second = running(faults={"engine_survives": True}, env={"FAKE_WORKERS": "1"})
+
+    def found() -> dict[int, set[int]]:
+        mine = {pid for server in (first, second) for pid, _ in server.known()}
+        trees = procfs.find_vllm_servers(os.getuid())
+        return {one.root.pid: {p.pid for p in one.processes} for one in trees if one.root.pid in mine}
+
+    everybody = {server.pid: {one.pid for one in server.observe()} for server in (first, second)}
+    assert found() == everybody
+    engine = next(one.pid for one in second.observe() if procfs.title(one.pid) == "VLLM::EngineCore")
+    os.kill(second.pid, 9)
+    while second.alive() is None:
+        time.sleep(0.01)
+    assert found() == {first.pid: everybody[first.pid], engine: everybody[second.pid] - {second.pid}}
+    assert procfs.find_vllm_servers(os.getuid() + 1) == []
+
+
+# The log.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "(APIServer pid=1) WARNING 07-02 21:58:11 [envs.py:7] Unknown vLLM environment variable detected: VLLM_ROUTE",
+        "WARNING Unknown environment variables: VLLM_A, VLLM_ROUTE, VLLM_B",
+        "WARNING: unrecognized environment variable 'VLLM_ROUTE'",
+        "\x1b[33mWARNING\x1b[0m The environment variable VLLM_ROUTE is no longer supported, use --route",
+        "WARNING Env var VLLM_ROUTE=1 is ignored",
+    ],
+)
+def test_variable_that_arrived_and_is_not_known(line: str) -> None:
+    """A4."""
+    log = check_log(f"INFO start\n{line}\nINFO Using FLASH_ATTN backend", names=["VLLM_ROUTE"])
+    assert codes(log.findings) == ["switch_not_recognised"]
+    assert log.findings[0].fatal
+    assert "VLLM_ROUTE was delivered and not recognised" in log.findings[0].message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "WARNING Unknown vLLM environment variable detected: VLLM_ROUTE_2",
+        "WARNING Unknown vLLM environment variable detected: MY_VLLM_ROUTE",
+        "INFO environment variable VLLM_ROUTE=1 selects the second route",
+        "INFO VLLM_ROUTE: unknown model architecture, using the default",
+    ],
+)
+def test_lines_that_say_nothing_against_the_variable(line: str) -> None:
+    """A4: neither a longer name nor another complaint."""
+    assert check_log(line, names=["VLLM_ROUTE"]).findings == []
+
+
+def test_unknown_variable_fails_a_launch_that_delivered_it(running: Running) -> None:
+    """A4: the environment is right in every process, and the variant is still not what it says."""
+    server = running(env={"VLLM_ROUTE": "1"})
+    result = check(server, {"VLLM_ROUTE": "1"})
+    assert all(witness.started_with == {"VLLM_ROUTE": "1"} for witness in result.processes)
+    assert codes(result.findings) == ["switch_not_recognised"]
+    assert check(server, {"FAKE_SWITCH": None}).findings == []
+
+
+def test_expected_line_is_missing() -> None:
+    """A4."""
+    log = check_log(
+        "Using FLASH_ATTN backend\nUsing \x1b[1mX\x1b[0m", names=[], expect_log=["TRITON_ATTN", "^Using X$"]
+    )
+    assert log.matches == {"TRITON_ATTN": None, "^Using X$": "Using X"}
+    assert codes(log.findings) == ["switch_not_recognised"]
+    assert "'TRITON_ATTN'" in log.findings[0].message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Directly load the compiled graph(s) for compile range (1, 2048) from the cache, took 1.9 s",
+        "[backbone] Directly load AOT compilation from path /root/.cache/vllm/torch_compile_cache/x/model",
+    ],
+)
+def test_compiled_code_from_a_cache(line: str) -> None:
+    """B1."""
+    finding = check_log(f"(EngineCore pid=1) INFO {line}", names=[]).findings[0]
+    assert (finding.code, finding.fatal) == ("compile_cache_reused", True)
+    assert check_log(line, names=[], fresh_caches=False).findings == []
+
+
+def test_shared_cache_shows_in_the_second_launch(make_command: MakeCommand, running: Running) -> None:
+    """B1: the switch is not in the cache key, so the second variant runs the first one's graph."""
+    first = running(env={"FAKE_SWITCH": "slow"})
+    root = str(first.command.cache_dirs["VLLM_CACHE_ROOT"])
+    assert check(first, {"FAKE_SWITCH": "slow"}).findings == []
+    first.stop()
+    second = running(env={"FAKE_SWITCH": "fast", "VLLM_CACHE_ROOT": root})
+    result = check(second, {"FAKE_SWITCH": "fast"})
+    assert codes(result.findings) == ["compile_cache_reused"]
+
+
+# Plugins.
+
+
+def test_plugin_that_is_not_installed(running: Running) -> None:
+    """A9: matching environment alone is not enough."""
+    server = running(env={"VLLM_PLUGINS": "my_kernels", "VLLM_LOGGING_LEVEL": "DEBUG"})
+    result = check(server, {"VLLM_PLUGINS": "my_kernels"}, plugins=["my_kernels"])
+    assert result.plugins == {"my_kernels": []}
+    assert codes(result.findings) == ["plugin_not_active"]
+    assert result.findings[0].fatal
+
+
+@pytest.fixture
+def plugin_site(tmp_path: Path) -> Callable[[str], str]:
+    """Makes a PYTHONPATH with a plugin `my_kernels` of this source."""
+
+    def make(source: str) -> str:
+        info = tmp_path / "site/my_kernels-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-kernels\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nmy_kernels = my_kernels:register\n")
+        (tmp_path / "site/my_kernels.py").write_text(source)
+        return os.pathsep.join([str(tmp_path / "site"), str(FAKE_SITE)])
+
+    return make
+
+
+GOOD = "def register(): pass"
+
+
+@pytest.mark.parametrize("allowed", [{"VLLM_PLUGINS": "my_kernels"}, {}], ids=["named", "all"])
+def test_plugin_loaded_everywhere(running: Running, plugin_site: Callable[[str], str], allowed: dict[str, str]) -> None:
+    """A9."""
+    env = {"PYTHONPATH": plugin_site(GOOD), "VLLM_LOGGING_LEVEL": "DEBUG", "FAKE_WORKERS": "1", **allowed}
+    result = check(running(env=env), {}, plugins=["my_kernels"])
+    assert result.findings == []
+    assert result.plugins == {"my_kernels": ["APIServer", "EngineCore", "Worker"]}
+
+
+def test_plugin_in_the_api_server_only(running: Running, plugin_site: Callable[[str], str]) -> None:
+    """A9."""
+    env = {"PYTHONPATH": plugin_site(GOOD), "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PLUGINS": "my_kernels"}
+    result = check(running(env=env, faults={"plugin_api_server_only": True}), {}, plugins=["my_kernels"])
+    assert result.plugins == {"my_kernels": ["APIServer"]}
+    assert codes(result.findings) == ["plugin_not_active"]
+    assert "(EngineCore)" in result.findings[0].message
+
+
+def test_plugin_that_fails_on_import(running: Running, plugin_site: Callable[[str], str]) -> None:
+    """A9: the server starts normally."""
+    env = {"PYTHONPATH": plugin_site("import no_such_module"), "VLLM_PLUGINS": "my_kernels"}
+    result = check(running(env=env), {}, plugins=["my_kernels"])
+    assert codes(result.findings) == ["plugin_not_active"]
+    assert "Failed to load plugin my_kernels" in result.findings[0].message
+
+
+def test_plugin_reported_from_inside(running: Running, plugin_site: Callable[[str], str]) -> None:
+    """A9: without DEBUG the log is silent; a report from within each process counts as well."""
+    server = running(env={"PYTHONPATH": plugin_site(GOOD), "VLLM_PLUGINS": "my_kernels"})
+    assert codes(check(server, {}, plugins=["my_kernels"]).findings) == ["plugin_not_active"]
+    pids = [pid for pid, _ in server.known()]
+    reported = {pid: ["my_kernels", "other"] for pid in pids}
+    assert check(server, {}, plugins=["my_kernels"], loaded_plugins=reported).findings == []
+    reported = {server.pid: ["my_kernels"]}
+    assert codes(check(server, {}, plugins=["my_kernels"], loaded_plugins=reported).findings) == ["plugin_not_active"]
+
+
+# Advice.
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "advised"),
+    [
+        ("0", "1", True),
+        ("true", "1", True),
+        ("", "1", True),
+        ("False", "0", True),
+        (None, "1", False),
+        ("1", "1", False),
+        ("legacy", "tuned", False),
+        ("0", "2", False),
+    ],
+)
+def test_flag_texts_get_advice(one: str | None, other: str | None, advised: bool) -> None:
+    """A5."""
+    findings = suspicious_values({"VLLM_FOO_DEBUG": one}, {"VLLM_FOO_DEBUG": other})
+    assert codes(findings) == (["truthiness_risk"] if advised else [])
+    if advised:
+        assert not findings[0].fatal
+        assert "null" in str(findings[0].hint)
+
+
+def test_completion_helper_sees_errors(running: Running) -> None:
+    """The reason is returned, so that a fast error is not taken for readiness."""
+    server = running(faults={"http_errors": {"status": 500, "from": 1}})
+    assert "500" in str(completion(server.command))
