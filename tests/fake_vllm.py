@@ -616,7 +616,7 @@ class Server:
         counters["prefix_cache_queries"] += len(ids)
         counters["prefix_cache_hits"] += hits
         if request.get("stream"):
-            await self.stream(writer, request, chat, tokens, finish, usage, shell, start, index)
+            await self.stream(writer, request, chat, ids, tokens, finish, usage, shell, start, index)
         else:
             await self.until(start + self.tpot * len(tokens) / self.speed)
             counters["generation_tokens"] += len(tokens)
@@ -637,7 +637,8 @@ class Server:
             raise HttpError(500, "EngineCore encountered an issue. See stack trace (above) for the root cause.")
 
     async def stream(
-        self, writer: asyncio.StreamWriter, request: dict[str, Any], chat: bool, tokens: list[str], finish: str,
+        self, writer: asyncio.StreamWriter, request: dict[str, Any], chat: bool, ids: list[int], tokens: list[str],
+        finish: str,
         usage: dict[str, Any] | None, shell: dict[str, Any], start: float, index: int,
     ) -> None:  # fmt: skip
         async def event(data: dict[str, Any] | str) -> None:
@@ -652,6 +653,8 @@ class Server:
             choice.update({"delta": {field: "".join(piece)}} if chat else {"text": "".join(piece)})
             if request.get("return_token_ids"):
                 choice["token_ids"] = [token_id(token) for token in piece]
+                if done == 0 and piece:
+                    choice["prompt_token_ids"] = ids
             data = {**shell, "object": "chat.completion.chunk" if chat else "text_completion", "choices": [choice]}
             if usage and options.get("continuous_usage_stats"):
                 count = done + len(piece)

@@ -108,6 +108,10 @@ NUMBERS = [
     ("The answer is 6 eggs * $3/egg = $18 per day", "18"),
     ("The answer is $<<9*2=18>>18", "18"),
     ("An 18-year-old", "18"),
+    (r"First \boxed{9}, then \boxed{18}.", "18"),
+    ("#### 1. That is all.", "1"),
+    ("<|assistant|>\nShe makes $18.<|im_end|>12", "18"),
+    ("So 2**3 is 8", "8"),
 ]
 
 
@@ -121,7 +125,7 @@ def test_the_number_of_an_answer_is_read_whole_and_with_its_sign(text: str, valu
     "text",
     ["#### 4-6", "#### $4-$6", "The answer is 3:30.", "The answer is 5/12/2023.", "The answer is 2023-05-12.",
      "#### 4, 6", "#### 4,6", "The answer is 4 or 6.", r"\boxed{4 \text{ to } 6}", "#### 10 - 3", "#### 1.2.3",
-     "#### 10^3", "#### 5/0", "#### 1e999"],
+     "#### 10^3", "#### 5/0", "#### 1e999", "#### 2**3", "#### 6 * 3", "#### 10 + 3"],
 )  # fmt: skip
 def test_an_explicit_answer_that_is_no_single_number_is_no_answer(text: str) -> None:
     """No part of a range, list, time, date, version, power or open sum is picked out, whatever stood before."""
@@ -252,6 +256,8 @@ def test_the_only_number_is_no_guess() -> None:
         ("<THINKING>#### 7</THINKING>21", "21", "final_statement"),
         ("<think>7</think>9<think>8</think> no, 21", "21", "final_statement"),
         ("7</think><think>8</think>21", "21", "final_statement"),
+        ("So\n#### 7</think>\n#### 21", "21", "marker"),
+        ("#### 7<think>8</think> or</think>\n#### 21", "21", "marker"),
         ("<think>#### 21</think>", None, "empty"),
         ("#### 21\n<think>7, 14", None, "unfinished_think"),
     ],
@@ -311,6 +317,7 @@ def test_gold_is_one_number_and_nothing_else(text: str, gold: str | None) -> Non
         ("6*3=18\n#### 18\n\nQuestion: A tin", True),
         ("#### 18\n", True),
         ("#### 18 eggs\nand then", True),
+        ("#### 18<|im_end|>", True),
         ("####\n18\nmore", True),
         ("#### 18", False),
         ("#### 18 eg", False),

@@ -128,10 +128,12 @@ def test_pip_s_own_places_are_enough_where_they_have_torch(bench: Bench) -> None
     assert not any("--extra-index-url" in call for call in bench.calls)
 
 
-def test_pytorch_s_index_is_added_where_they_have_none_and_that_is_said(bench: Bench) -> None:
+def test_pytorch_s_index_is_asked_for_torch_alone_where_they_have_none_and_that_is_said(bench: Bench) -> None:
     bench.install("managed:cpu", FAKE_NO_TORCH="1")
-    (pip,) = bench.pip_installs
-    assert pip[pip.index("--extra-index-url") + 1] == environments.PYTORCH_CPU_INDEX
+    torch, rest = bench.pip_installs
+    assert torch[torch.index("--extra-index-url") + 1] == environments.PYTORCH_CPU_INDEX
+    assert [part for part in torch if "==" in part] == ["torch==2.13.0+cpu"]
+    assert "--extra-index-url" not in rest
     assert any("torch==2.13.0+cpu" in line and "PyTorch" in line for line in bench.said)
 
 

@@ -120,8 +120,11 @@ def test_server_gets_the_declared_environment_only(
 
 def test_health_is_not_ready(make_command: MakeCommand) -> None:
     """C4: /health and /v1/models answer, no completion ever returns."""
-    command = make_command(faults={"completion_hangs": True}, ready_timeout_s=5.0)
+    command = make_command(faults={"completion_hangs": True})
     with VllmServer(command) as server:
+        while not procfs.port_open(command.host, command.port):
+            time.sleep(0.05)
+        server.command = replace(command, ready_timeout_s=1.0)
         with pytest.raises(ServerNotReady, match="the first completion has not returned") as caught:
             server.wait_ready(lambda: completion(command, timeout_s=60))
         assert server.ready_s is None

@@ -45,12 +45,13 @@ def pip_install(arguments: list[str]) -> int:
     time.sleep(float(os.environ.get("FAKE_INSTALL_S", "0")))
     if os.environ.get("FAKE_INSTALL_KILLS"):
         os.kill(os.getppid(), signal.SIGKILL)
-    lines = pathlib.Path(arguments[arguments.index("-r") + 1]).read_text().split()
+    from_file = "-r" in arguments
+    lines = pathlib.Path(arguments[arguments.index("-r") + 1]).read_text().split() if from_file else arguments[-1:]
     for line in lines:
         name, _, version = line.partition("==")
         print(f"Collecting {line}")
         folder = SITE / f"{name.replace('-', '_')}-{version or '9.9.9'}.dist-info"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version or '9.9.9'}\n")
     if os.environ.get("FAKE_INSTALL_SAYS"):
         print(os.environ["FAKE_INSTALL_SAYS"])
