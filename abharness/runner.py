@@ -435,13 +435,12 @@ class _Launch:
         self._enter(f"{workload.name} {workload.num_questions} questions")
         ready = self.run.questions[workload.name]
         started_s = time.monotonic()
-        answered = 0
+        records: list[AnswerRecord] = []
 
         def on_answer(index: int, reply: Reply) -> None:
-            nonlocal answered
-            answered += 1
-            append_lines(self.folder / ANSWERS_FILE, [self._answer_record(workload, ready, index, reply)])
-            self.run.reporter.advance(answered, workload.num_questions)
+            records.append(self._answer_record(workload, ready, index, reply))
+            append_lines(self.folder / ANSWERS_FILE, records[-1:])
+            self.run.reporter.advance(len(records), workload.num_questions)
 
         ask(
             base_url=self.base_url,
@@ -461,7 +460,7 @@ class _Launch:
                 workload=workload.name,
                 num_questions=workload.num_questions,
                 doc_ids=[question.doc_id for question in ready.asked],
-                answered=answered,
+                answered=len(records),
                 max_concurrency=workload.max_concurrency,
                 max_tokens=workload.max_tokens,
                 questions_sha256=ready.sha256,
@@ -469,6 +468,8 @@ class _Launch:
                 ended_s=time.monotonic(),
             )
         )
+        states = accuracy.summarise(records).states
+        self.run.reporter.note(f"{workload.name}: {', '.join(f'{count} {state}' for state, count in states.items())}")
 
     def _answer_record(self, workload: Gsm8kWorkload, ready: Questions, index: int, reply: Reply) -> AnswerRecord:
         return accuracy.answer_record(

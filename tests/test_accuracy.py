@@ -14,11 +14,9 @@ import pytest
 
 from abharness.accuracy import (
     STOP,
-    TRUNCATION_LIMIT,
     Question,
     answer_record,
     build_prompt,
-    check_accuracy,
     draw,
     fewshot_examples,
     load_questions,
@@ -26,6 +24,7 @@ from abharness.accuracy import (
     score,
     summarise,
 )
+from abharness.checks import TRUNCATION_LIMIT, check_accuracy
 from abharness.errors import UsageError
 from abharness.record import AnswerRecord, TokenStep
 

@@ -113,7 +113,11 @@ def test_every_launch_is_complete_verified_and_exact(good: Path) -> None:
             assert line.request.output_tokens == line.output_len
         for cell in record.cells:
             assert cell.counters is not None
-            requests = [line.request for line in lines if (line.input_len, line.max_concurrency) == (cell.input_len, cell.max_concurrency)]
+            requests = [
+                line.request
+                for line in lines
+                if (line.input_len, line.max_concurrency) == (cell.input_len, cell.max_concurrency)
+            ]
             assert cell.counters.prompt_tokens == sum(request.prompt_tokens or 0 for request in requests)
             assert cell.counters.generation_tokens == sum(request.output_tokens or 0 for request in requests)
             assert cell.counters.prefix_cache_hits == 0
@@ -185,7 +189,11 @@ FAULTS: dict[str, tuple[dict[str, Any], int, str]] = {
         4,
         "env_mismatch",
     ),
-    "A4 delivered and not recognised": ({"unknown_env_warning": {"when": CANDIDATE, "arg": "FAKE_SWITCH"}}, 4, "switch_not_recognised"),
+    "A4 delivered and not recognised": (
+        {"unknown_env_warning": {"when": CANDIDATE, "arg": "FAKE_SWITCH"}},
+        4,
+        "switch_not_recognised",
+    ),
     "B1 compiled code from a cache": ({"cache_load_line": {"when": CANDIDATE, "arg": True}}, 4, "compile_cache_reused"),
     "C4 completions never return": ({"completion_hangs": {"when": CANDIDATE, "arg": True}}, 4, "ServerNotReady"),
     "C5 the server dies at once": ({"exit_after_s": {"when": CANDIDATE, "arg": 0.5}}, 4, "ServerDied"),
@@ -209,10 +217,18 @@ FAULTS: dict[str, tuple[dict[str, Any], int, str]] = {
         3,
         "incomplete_requests",
     ),
-    "D9 shorter outputs": ({"short_outputs": {"when": CANDIDATE, "tokens": 5, "at_least_max_tokens": 16}}, 3, "output_tokens_mismatch"),
+    "D9 shorter outputs": (
+        {"short_outputs": {"when": CANDIDATE, "tokens": 5, "at_least_max_tokens": 16}},
+        3,
+        "output_tokens_mismatch",
+    ),
     "D10 longer prompts": ({"extra_prompt_tokens": {"when": CANDIDATE, "arg": 3}}, 3, "prompt_tokens_mismatch"),
     "D8 prefix cache hits": ({"prefix_hits": {"when": CANDIDATE, "arg": 0.5}}, 3, "prefix_cache_hits"),
-    "usage is missing": ({"missing_usage": {"when": CANDIDATE, "at_least_max_tokens": 16, "every": 2, "from": 3}}, 3, "incomplete_requests"),
+    "usage is missing": (
+        {"missing_usage": {"when": CANDIDATE, "at_least_max_tokens": 16, "every": 2, "from": 3}},
+        3,
+        "incomplete_requests",
+    ),
 }
 
 
@@ -276,10 +292,15 @@ def test_c3_a_foreign_server_on_the_port_gets_no_request(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_stops_the_server_keeps_what_was_measured_and_exits_130(number: signal.Signals, tmp_path: Path) -> None:
+def test_interrupted_stops_the_server_keeps_what_was_measured_and_exits_130(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     argv = [sys.executable, "-m", "abharness.cli", "run", str(spec_file(tmp_path)), "-o", str(tmp_path / "results")]
     child = subprocess.Popen(
-        [*argv, "--set", "workloads.decode.num_prompts=400"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [*argv, "--set", "workloads.decode.num_prompts=400"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     assert child.stderr is not None
     for line in child.stderr:

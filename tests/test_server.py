@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeCommand, completion, free_port
 
 from abharness import procfs, resources
 from abharness.errors import PreflightError, ServerDied, ServerNotReady, TeardownError, WrongServer
 from abharness.server import LaunchCommand, VllmServer
+from tests.conftest import MakeCommand, completion, free_port
 
 
 class FakeGpu:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import FAKE_SITE, MakeCommand, completion
 
 from abharness import procfs
 from abharness.record import EnvironmentCheck, Finding
 from abharness.server import VllmServer
 from abharness.verify import attached_check, check_environment, check_log, suspicious_values
+from tests.conftest import FAKE_SITE, MakeCommand, completion
 
 Running = Callable[..., VllmServer]
 

@@ -22,9 +22,21 @@ from tests.test_run import leftovers, spec_file
 @contextmanager
 def server(**env: str) -> Iterator[int]:
     """A running fake server of somebody else; yields its pid."""
-    argv = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "m", "--host", "127.0.0.1", "--port", str(free_port())]
+    argv = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        "m",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(free_port()),
+    ]
     base = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PYTHONPATH": str(FAKE_SITE), "SPT_NOENV": "1"}
-    with subprocess.Popen(argv, env={**base, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+    with subprocess.Popen(
+        argv, env={**base, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
         try:
             assert child.stdout is not None
             while "startup complete" not in child.stdout.readline():
