@@ -183,8 +183,6 @@ def test_a_blocked_loop_shows_as_lag():
     with ScriptedServer(answer_as_asked) as server:
         traffic = cell(server, on_progress=lambda done, of: time.sleep(0.2))
     assert traffic.client.loop_lag_p99_s > 0.1
-    (finding,) = check(traffic.requests, client=traffic.client, input_len=16, output_len=3)
-    assert finding.code == "client_bound"
 
 
 def test_a_cell_needs_work():
@@ -260,8 +258,8 @@ def test_failed_requests_are_grouped():
     ("client", "kind", "said"),
     [
         ({"cpu_share": 0.9}, "prefill", "0.90 of a core"),
-        ({"loop_lag_p99_s": 0.0125}, "prefill", "12.5 ms late (p99; limit 10% of a median TTFT of 100.0 ms"),
-        ({"loop_lag_p99_s": 0.0115}, "decode", "limit 100% of a median TPOT of 10.0 ms"),
+        ({"loop_lag_p50_s": 0.0125}, "prefill", "12.5 ms late (median; limit 10% of a median TTFT of 100.0 ms"),
+        ({"loop_lag_p50_s": 0.0021}, "decode", "2.1 ms late (median; limit 10% of a median TPOT of 10.0 ms"),
     ],
 )
 def test_a_busy_client_is_named(client, kind, said):
@@ -273,10 +271,10 @@ def test_a_busy_client_is_named(client, kind, said):
 
 def test_lag_under_every_limit_is_fine():
     """D12: the millisecond of the timer itself does not count; a prefill cell has no TPOT to distort."""
-    assert check([request()], client=IDLE.model_copy(update={"loop_lag_p99_s": 0.0109})) == []
-    fast = request(last_token_s=0.1 + 255 * 0.001)
-    assert check([fast], client=IDLE.model_copy(update={"loop_lag_p99_s": 0.005}), kind="prefill") == []
-    assert [f.code for f in check([fast], client=IDLE.model_copy(update={"loop_lag_p99_s": 0.005}))] == ["client_bound"]
+    assert check([request()], client=IDLE.model_copy(update={"loop_lag_p50_s": 0.0019})) == []
+    late = IDLE.model_copy(update={"loop_lag_p50_s": 0.005})
+    assert check([request()], client=late, kind="prefill") == []
+    assert [finding.code for finding in check([request()], client=late)] == ["client_bound"]
 
 
 def test_prefix_cache_hits_over_one_percent():
