@@ -8,10 +8,8 @@ a failed request with the reason in `error`, never an exception and never a fast
 The rules, with the clients' mistakes that they answer:
 
 * An event's time is that of the read that completes it, wherever its first bytes came.
-* A chunk carries a token when it has text or reasoning text, or non-empty `token_ids`, or a running `usage` whose
-  `completion_tokens` grew. vLLM sends a chunk with empty text for a token whose text is held back (half a UTF-8
-  character) or not shown (a special token); the last two tell it from the role chunk and from keep-alives. Usage is
-  running when every chunk with choices had it: one that comes only at the end says nothing about its own chunk.
+* A chunk carries a token when it has text or reasoning text, or non-empty `token_ids`, or ends a completion with
+  finish reason "length": the limit was reached by a token, though its text may be held back (half a character).
 * Output length is `usage.completion_tokens` and nothing else: chunks are no tokens, `max_tokens` is a wish.
 * The usage chunk sets usage only. The end of generation is the last chunk that carries a token.
 """
@@ -159,7 +157,6 @@ class _Stream:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     finish_reason: str | None = None
-    running_usage: bool = True
     done: bool = False
     fault: str | None = None
 
@@ -179,12 +176,10 @@ class _Stream:
         if name == b"error" or payload.get("object") == "error" or payload.get("error") is not None:
             self.blame(f"error in the stream: {_error_message(payload) or _excerpt(data)}")
             return
-        tokens_before = self.output_tokens or 0
         self._take_usage(payload.get("usage"))
         choices = payload.get("choices")
         if choices is None or choices == []:
             return
-        self.running_usage = self.running_usage and payload.get("usage") is not None
         choice = choices[0] if isinstance(choices, list) else None
         delta = choice.get("delta") if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or not (delta is None or isinstance(delta, dict)):
@@ -196,8 +191,7 @@ class _Stream:
             self.finish_reason = _storable(reason)
         reasoning = bool(delta.get("reasoning") or delta.get("reasoning_content"))
         answer = bool(choice.get("text") or delta.get("content"))
-        grown = self.running_usage and (self.output_tokens or 0) > tokens_before
-        silent = grown or bool(choice.get("token_ids"))
+        silent = bool(choice.get("token_ids")) or ("text" in choice and reason == "length")
         if answer or reasoning or silent:
             self.token_times.append(time_s)
         # A token without text counts as an answer in a completion, which has no reasoning; a chat chunk does not tell.

@@ -68,7 +68,8 @@ def test_the_body_fixes_the_output_length_and_asks_for_usage():
     assert body["model"] == "m"
     assert (body["max_tokens"], body["min_tokens"], body["ignore_eos"], body["temperature"]) == (3, 3, True, 0)
     assert body["stream"] is True
-    assert body["stream_options"]["include_usage"] is True
+    assert body["stream_options"] == {"include_usage": True}
+    assert body["skip_special_tokens"] is False
     assert body["seed"] == 7
     assert "seed" not in server.requests[-1][1]
 

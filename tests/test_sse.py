@@ -131,13 +131,8 @@ def test_token_without_text_counts_when_the_server_says_so():
     by_ids = record([(0.1, text("", token_ids=[7])), (0.2, text("é", "length", token_ids=[8])), (0.3, usage(2) + DONE)])
     assert (by_ids.first_token_s, by_ids.first_answer_s, by_ids.chunks) == (0.1, 0.1, 2)
 
-    def running(count: int, reason: str | None) -> bytes:
-        choice = {"index": 0, "text": "", "finish_reason": reason}
-        return event({"choices": [choice], "usage": {"prompt_tokens": 8, "completion_tokens": count}})
-
-    by_usage = record([(0.1, running(0, None)), (0.2, running(1, None)), (0.3, running(2, "length")),
-                       (0.4, running(2, None)), (0.5, usage(2) + DONE)])  # fmt: skip
-    assert (by_usage.first_token_s, by_usage.last_token_s, by_usage.chunks, by_usage.error) == (0.2, 0.3, 2, None)
+    only = record([(0.2, text("", "length")), (0.3, usage(1) + DONE)])
+    assert (only.first_token_s, only.last_token_s, only.chunks, only.error) == (0.2, 0.2, 1, None)
     nothing_said = record([(0.1, text("")), (0.2, text("B", "length")), (0.3, usage(2) + DONE)])
     assert nothing_said.first_token_s == 0.2
 
