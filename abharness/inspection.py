@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from abharness import procfs, verify
 from abharness.errors import UsageError
-from abharness.plan import REDACTED, SWITCH_PREFIXES, redact
+from abharness.plan import SWITCH_PREFIXES
 from abharness.record import EnvironmentCheck, ProcessWitness
+from abharness.redaction import printable, redact
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ def running_servers() -> list[ServerView]:
     views: list[ServerView] = []
     for tree in procfs.find_vllm_servers(os.getuid()):
         command = " ".join(procfs.command_line(tree.root.pid)) or procfs.title(tree.root.pid)
-        views.append(ServerView(tree.root.pid, procfs.printable(command), [_witness(one) for one in tree.processes]))
+        views.append(ServerView(tree.root.pid, printable(command), [_witness(one) for one in tree.processes]))
     return views
 
 
@@ -37,10 +38,10 @@ def _witness(one: procfs.Process) -> ProcessWitness:
         pid=one.pid,
         ppid=one.ppid,
         start_ticks=one.start_ticks,
-        name=procfs.printable(procfs.title(one.pid))[:80],
+        name=printable(procfs.title(one.pid))[:80],
         state=read.state,
         reason=read.reason,
-        started_with={procfs.printable(k): procfs.printable(v) for k, v in sorted(redact(switches).items())},
+        started_with=dict(sorted(redact(switches).items())),
     )
 
 
@@ -103,8 +104,7 @@ def check_text(label: str, check: EnvironmentCheck) -> str:
     """One check as a table: variable, expected, what each process was started with."""
     lines = [label]
     for name, value in check.expected.items():
-        secret = redact({name: value or ""})[name] == REDACTED
-        lines.append(f"  {name}: expected {_shown(REDACTED if secret else value)}")
+        lines.append(f"  {name}: expected {_shown(value)}")
         for one in check.processes:
             if one.state != "ok":
                 lines.append(f"    {one.pid} {one.name}: {one.state}: {one.reason}")

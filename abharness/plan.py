@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import re
 import shlex
 import tempfile
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from abharness.record import Variant
+from abharness.redaction import redact
 from abharness.spec import CACHE_VARIABLES, SENTINEL_VARIABLE, VARIANTS, DesignSpec, ExperimentSpec
 
 BASE_VARIABLES: tuple[str, ...] = (
@@ -34,19 +34,6 @@ SWITCH_PREFIXES = (
     "OMP_", "MKL_", "KMP_", "GOMP", "LD_PRELOAD", "NVIDIA", "PYTHON", "HF_", "TOKENIZERS", "RAY_",
 )  # fmt: skip
 """Names that change what a server does: shown by `verify-env`, reported when the caller had one that was not passed."""
-
-_SECRET = re.compile(
-    r"(^|_)(token|secret|password|passwd|pass|api_?key|access_?key|private_?key|credentials?|auth)(_|$)", re.IGNORECASE
-)
-REDACTED = "<redacted>"
-
-
-def redact(env: Mapping[str, str]) -> dict[str, str]:
-    """Replace the values of secret-looking variables, and passwords inside URLs."""
-    return {
-        name: REDACTED if _SECRET.search(name) else re.sub(r"(://[^/\s:@]+:)[^/\s@]+@", rf"\1{REDACTED}@", value)
-        for name, value in env.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from abharness.redaction import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 PROC = Path("/proc")
 TCP_LISTEN = "0A"
 ENGINE_TITLE = "VLLM::"
-SECRET_NAME = re.compile(r"(^|_)(API_?KEY|AUTH|CREDENTIAL|KEY|PASS|PASSWD|PASSWORD|SECRET|TOKEN)S?(_|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,15 +334,3 @@ def _is_vllm(argv: list[str]) -> bool:
                 return rest[:1] == ["serve"]
             return module.startswith("vllm.entrypoints.") and module.endswith("api_server")
     return bool(argv) and Path(argv[0]).name == "vllm" and argv[1:2] == ["serve"]
-
-
-def printable(text: str) -> str:
-    """The text with bytes that are no UTF-8 escaped in hexadecimal, for records and terminals."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-
-
-def shown(name: str, value: str | None) -> str:
-    """A variable's value for people: quoted, `unset`, and never a secret."""
-    if value is None:
-        return "unset"
-    return "'***'" if SECRET_NAME.search(name) else repr(printable(value))

@@ -31,7 +31,7 @@ from abharness.errors import (
     UsageError,
     VerificationFailed,
 )
-from abharness.plan import Plan, PlannedLaunch, default_caches, redact
+from abharness.plan import Plan, PlannedLaunch, default_caches
 from abharness.progress import Reporter
 from abharness.record import (
     AccuracyRun,
@@ -49,6 +49,7 @@ from abharness.record import (
     read_model,
     write_model,
 )
+from abharness.redaction import hidden, redact
 from abharness.runs import ANSWERS_FILE, EVIDENCE_FILE, LAUNCH_FILE, LOG_FILE, REQUESTS_FILE, RUN_FILE, launches_dir
 from abharness.spec import (
     SENTINEL_VARIABLE,
@@ -560,8 +561,7 @@ def _now() -> str:
 def _redacted_spec(spec: ExperimentSpec) -> dict[str, Any]:
     data = spec.model_dump(mode="json")
     for holder in (data["server"], *data["variants"].values()):
-        kept = redact({name: value for name, value in holder["env"].items() if value is not None})
-        holder["env"] = {name: kept.get(name) for name in holder["env"]}
+        holder["env"] = {name: None if value is None else hidden(name, value) for name, value in holder["env"].items()}
     return data
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 
 from abharness import procfs
 from abharness.errors import PreflightError, ServerDied, ServerNotReady, TeardownError, WrongServer
+from abharness.redaction import SECRET_NAME, printable
 from abharness.resources import (
     SharedMemory,
     changed_files,
@@ -314,7 +315,7 @@ class VllmServer:
     def by_hand(self) -> str:
         """A shell command that starts the same server; secrets are taken from the shell's own variables."""
         variables = [
-            f'{name}="${name}"' if procfs.SECRET_NAME.search(name) else f"{name}={shlex.quote(procfs.printable(value))}"
+            f'{name}="${name}"' if SECRET_NAME.search(name) else f"{name}={shlex.quote(printable(value))}"
             for name, value in self.command.env.items()
         ]
         return " ".join(

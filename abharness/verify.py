@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from abharness import procfs
 from abharness.record import EnvironmentCheck, Finding, ProcessWitness
+from abharness.redaction import hidden, printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -237,9 +238,7 @@ def _witness(
 
 
 def _recordable(values: Mapping[str, str | None]) -> dict[str, str | None]:
-    return {
-        procfs.printable(name): None if value is None else procfs.printable(value) for name, value in values.items()
-    }
+    return {printable(name): None if value is None else hidden(name, value) for name, value in values.items()}
 
 
 def _role(witness: ProcessWitness, logged: Mapping[int, str], root_pid: int) -> str:
@@ -276,7 +275,7 @@ def _judge(
         if all(found == wanted for _, found in values):
             continue
         each = "; ".join(
-            f"pid {witness.pid} ({roles[witness.pid]}) was started with {procfs.shown(name, found)}"
+            f"pid {witness.pid} ({roles[witness.pid]}) was started with {found!r}"
             if found is not None
             else f"pid {witness.pid} ({roles[witness.pid]}) was started without it"
             for witness, found in values
@@ -285,7 +284,7 @@ def _judge(
         findings.append(
             Finding(
                 code="env_mismatch",
-                message=f"{name}: expected {procfs.shown(name, wanted)}; {each}{differ}",
+                message=f"{name}: expected {'unset' if wanted is None else repr(wanted)}; {each}{differ}",
                 hint="something between the declared environment and the process changed it: a wrapper script, "
                 "sitecustomize, a .env file, or the server itself before it spawned its children",
                 fatal=True,

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from abharness.plan import Host, build_plan, config_hash, describe, launch_order, redact
+from abharness.plan import Host, build_plan, config_hash, describe, launch_order
+from abharness.redaction import redact
 from abharness.spec import CACHE_VARIABLES, DesignSpec, ExperimentSpec, parse_spec
 
 SPEC = """\
@@ -117,7 +118,7 @@ def test_config_hash_is_of_what_is_run() -> None:
 
 
 def test_secrets_are_redacted_and_switches_are_not() -> None:
-    env = {"HF_TOKEN": "s3cret", "MY_API_KEY": "s3cret", "TOKENIZERS_PARALLELISM": "false", "VLLM_KEYS": "1",
+    env = {"HF_TOKEN": "s3cret", "MY_API_KEY": "s3cret", "TOKENIZERS_PARALLELISM": "false", "VLLM_KEYBOARD": "1",
            "HTTPS_PROXY": "http://me:s3cret@proxy:80/"}  # fmt: skip
     shown = redact(env)
     assert "s3cret" not in str(shown)
