@@ -1,0 +1,105 @@
+"""Who may import whom, and what must stay light: held by parsing the imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "abharness"
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+
+# What a module may import of ours. Leaves first; a doer takes pids, URLs and texts, never a spec or a plan.
+LEAVES = {"errors", "record", "redaction", "yamlload", "spec", "cache"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "record": {"errors"},
+    "redaction": set(),
+    "yamlload": set(),
+    "spec": {"errors", "record", "yamlload"},
+    "cache": {"errors"},
+    "metrics": {"record"},
+    "stats": set(),
+    "checks": {"record"},
+    "flips": {"record"},
+    "answers": {"record"},
+    "plan": {"record", "redaction", "spec"},
+    "runs": {"errors", "record"},
+    "compare": {"checks", "errors", "flips", "metrics", "record", "runs", "spec", "stats"},
+    "report": {"checks", "compare", "record", "spec", "stats"},
+    "procfs": {"record", "redaction"},
+    "verify": {"procfs", "record", "redaction"},
+    "resources": {"errors", "procfs", "record"},
+    "server": {"errors", "procfs", "record", "redaction", "resources"},
+    "telemetry": {"errors"},
+    "prompts": {"errors"},
+    "sse": {"record"},
+    "workers": set(),
+    "loadgen": {"errors", "prompts", "record", "sse", "workers"},
+    "endpoints": {"errors", "prompts", "record"},
+    "ask": {"errors", "record", "workers"},
+    "accuracy": {"answers", "errors", "record"},
+    "environments": {"cache", "errors", "record"},
+    "models": {"cache", "errors", "record"},
+    "gguf_to_hf": set(),
+    "progress": set(),
+}
+ASSEMBLERS = {"runner", "prepare", "provenance", "inspection", "commands", "cli"}
+
+
+def imports(module: str, *, top_level: bool = False) -> set[str]:
+    """Modules that one imports, ours as `abharness.x` and others by their first name."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in tree.body if top_level else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "abharness":
+            found |= {f"abharness.{alias.name}" for alias in node.names if alias.name != "__version__"}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_import_rule(module: str) -> None:
+    ours = {name.removeprefix("abharness.") for name in imports(module) if name.startswith("abharness.")}
+    assert module in ALLOWED or module in ASSEMBLERS, f"say in this test what {module} may import"
+    if module in ALLOWED:
+        assert ours <= ALLOWED[module]
+    else:
+        assert "cli" not in ours
+
+
+def test_every_rule_is_about_a_module_that_exists() -> None:
+    assert set(ALLOWED) | ASSEMBLERS == set(MODULES)
+
+
+def test_only_the_assemblers_see_both_spec_and_doers() -> None:
+    doers = {"server", "verify", "loadgen", "ask", "endpoints", "accuracy", "telemetry", "environments", "models"}
+    for doer in doers:
+        assert not ALLOWED[doer] & {"spec", "plan"}
+
+
+@pytest.mark.parametrize(("arguments", "absent"), [
+    (["--help"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "torch", "pydantic"]),
+    (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "datasets", "torch"]),
+])  # fmt: skip
+def test_light_commands_import_no_heavy_package(arguments: list[str], absent: list[str]) -> None:
+    code = (
+        "import sys\nfrom abharness.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        f"print([name for name in {absent!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_no_module_is_longer_than_500_lines() -> None:
+    long = {
+        module: lines for module in MODULES if (lines := len((PACKAGE / f"{module}.py").read_text().splitlines())) > 500
+    }
+    assert long == {}
