@@ -15,10 +15,12 @@ from abharness import compare, inspection, prepare, report
 from abharness.errors import UsageError
 from abharness.plan import Host, Plan, build_plan, describe
 from abharness.progress import Reporter
-from abharness.record import EnvironmentCheck, write_text_atomic
+from abharness.record import EnvironmentCheck
 from abharness.runner import Runner
 from abharness.runs import EVIDENCE_FILE, launches_dir, read_launch
-from abharness.spec import DesignSpec, ExperimentSpec, load_spec, spec_warnings
+from abharness.spec import DesignSpec, ExperimentSpec
+from abharness.specload import load_spec, spec_warnings
+from abharness.storage import write_text_atomic
 from abharness.telemetry import open_gpu
 from abharness.verify import suspicious_values
 

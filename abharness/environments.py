@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from abharness.cache import building, child_environ, expand_user, require_disk, run_logged
 from abharness.cache import cache_root as cache_root  # callers of environments need no second import for it
 from abharness.errors import InstallError, PreflightError, UsageError
-from abharness.record import write_text_atomic
+from abharness.storage import write_text_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,10 +14,19 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from abharness.record import Variant
 from abharness.redaction import redact
-from abharness.spec import CACHE_VARIABLES, SENTINEL_VARIABLE, VARIANTS, DesignSpec, ExperimentSpec
+from abharness.spec import (
+    CACHE_VARIABLES,
+    SENTINEL_VARIABLE,
+    VARIANTS,
+    DecodeWorkload,
+    DesignSpec,
+    ExperimentSpec,
+    PrefillWorkload,
+)
 
 BASE_VARIABLES: tuple[str, ...] = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ",
@@ -178,6 +187,56 @@ def default_caches(env: Mapping[str, str]) -> list[Path]:
     user = env.get("USER") or env.get("LOGNAME") or "root"
     below = (".cache/vllm", ".triton", ".cache/flashinfer", ".nv/ComputeCache", ".cache/torch_extensions")
     return [*(home / path for path in below), Path(tempfile.gettempdir()) / f"torchinductor_{user}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One cell to run: a workload's name with one of its shapes."""
+
+    workload: str
+    kind: Literal["decode", "prefill"]
+    input_len: int
+    output_len: int
+    max_concurrency: int
+    num_prompts: int
+    num_warmups: int
+    repeats: int
+
+    @property
+    def label(self) -> str:
+        """Text that names the cell and seeds its prompts."""
+        return f"{self.workload} input_len={self.input_len} output_len={self.output_len} x{self.max_concurrency}"
+
+
+def shapes(workload: DecodeWorkload | PrefillWorkload) -> list[Shape]:
+    """The cells of a workload, in the order they are run."""
+    if isinstance(workload, DecodeWorkload):
+        return [
+            Shape(
+                workload.name,
+                "decode",
+                workload.input_len,
+                workload.output_len,
+                concurrency,
+                workload.num_prompts or 2 * concurrency,
+                concurrency if workload.num_warmups is None else workload.num_warmups,
+                workload.repeats,
+            )
+            for concurrency in workload.max_concurrency
+        ]
+    return [
+        Shape(
+            workload.name,
+            "prefill",
+            input_len,
+            1,
+            workload.max_concurrency,
+            workload.num_prompts,
+            workload.num_warmups,
+            workload.repeats,
+        )
+        for input_len in workload.input_lens
+    ]
 
 
 def describe(spec: ExperimentSpec, plan: Plan) -> str:

@@ -21,9 +21,8 @@ from abharness.record import (
     RequestRecord,
     RunRecord,
     Variant,
-    read_lines,
-    read_model,
 )
+from abharness.storage import read_lines, read_model
 
 RUN_FILE = "experiment.json"
 LAUNCH_FILE = "launch.json"

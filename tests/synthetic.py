@@ -26,10 +26,10 @@ from abharness.record import (
     ServerCounters,
     TokenStep,
     Variant,
-    append_lines,
-    write_model,
 )
-from abharness.spec import ExperimentSpec, parse_spec
+from abharness.spec import ExperimentSpec
+from abharness.specload import parse_spec
+from abharness.storage import append_lines, write_model
 
 SPEC = """\
 experiment: made

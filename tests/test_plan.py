@@ -6,7 +6,8 @@ import pytest
 
 from abharness.plan import Host, build_plan, config_hash, describe, launch_order
 from abharness.redaction import redact
-from abharness.spec import CACHE_VARIABLES, DesignSpec, ExperimentSpec, parse_spec
+from abharness.spec import CACHE_VARIABLES, DesignSpec, ExperimentSpec
+from abharness.specload import parse_spec
 
 SPEC = """\
 experiment: switch

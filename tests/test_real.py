@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from abharness.cli import main
-from abharness.record import AnswerRecord, Evidence, LaunchRecord, RequestLine, read_lines, read_model
+from abharness.record import AnswerRecord, Evidence, LaunchRecord, RequestLine
+from abharness.storage import read_lines, read_model
 from tests.test_run import leftovers
 
 ROOT = Path(__file__).parent.parent

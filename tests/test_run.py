@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from abharness.cli import main
-from abharness.record import AnswerRecord, Evidence, LaunchRecord, RequestLine, RunRecord, read_lines, read_model
+from abharness.record import AnswerRecord, Evidence, LaunchRecord, RequestLine, RunRecord
+from abharness.storage import read_lines, read_model
 from tests.conftest import FAKE_SITE, free_port
 
 QUESTIONS = Path(__file__).parent.parent / "experiments" / "data" / "grade-school-16.jsonl"

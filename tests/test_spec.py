@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from abharness.errors import SpecError, UsageError
-from abharness.spec import ExperimentSpec, load_spec, parse_spec, spec_warnings
+from abharness.spec import ExperimentSpec
+from abharness.specload import load_spec, parse_spec, spec_warnings
 
 GOOD = """\
 experiment: switch

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from abharness.record import RequestRecord, append_lines, read_lines
+from abharness.record import RequestRecord
 from abharness.sse import Exchange, events, quantile, to_record
+from abharness.storage import append_lines, read_lines
 
 
 def record(reads: list[tuple[float, bytes]], *, status: int | None = 200, failure: str | None = None) -> RequestRecord:

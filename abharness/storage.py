@@ -1,0 +1,120 @@
+"""Records <-> files: atomic writing, appending that survives a crash, careful reading of old and broken files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from abharness.errors import RecordError
+from abharness.record import SCHEMA_VERSION, Model
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write a file whole or not at all: temporary file beside it, fsync, rename.
+
+    Raises:
+        OSError: With the path in it; an existing file is untouched.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_model(path: Path, model: Model) -> None:
+    """Write one record as indented JSON, atomically."""
+    write_text_atomic(path, json.dumps(model.model_dump(mode="json"), indent=1, allow_nan=False) + "\n")
+
+
+def append_lines(path: Path, lines: Sequence[Model]) -> None:
+    """Append records as JSON lines and sync: lines written before a crash stay whole."""
+    text = "".join(json.dumps(line.model_dump(mode="json"), allow_nan=False) + "\n" for line in lines)
+    with path.open("a", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+M = TypeVar("M", bound=Model)
+
+
+def _migrate(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    version = data.get("schema_version")
+    if version is not None and (not isinstance(version, int) or version > SCHEMA_VERSION or version < 1):
+        raise RecordError(
+            f"{path}: schema version {version!r}, this abharness reads up to {SCHEMA_VERSION}",
+            hint="upgrade abharness to the version that wrote it",
+        )
+    return data
+
+
+def _no_constants(_constant: str) -> None:
+    # json.loads calls this for NaN, Infinity and -Infinity: a missing value, never a number.
+    return None
+
+
+def read_model(path: Path, kind: type[M]) -> M:
+    """Read one JSON record; bare NaN and infinities are read as missing.
+
+    Raises:
+        RecordError: Missing, not JSON, of a newer schema version, or not of this shape.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: {error}") from error
+    try:
+        data = json.loads(text, parse_constant=_no_constants)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: not JSON: {error}", hint="the file is damaged; rerun with --resume") from error
+    if not isinstance(data, dict):
+        raise RecordError(f"{path}: a JSON object was expected, found {type(data).__name__}")
+    try:
+        return kind.model_validate(_migrate(data, path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RecordError(f"{path}: {where}: {first['msg']} ({error.error_count()} problem(s) in all)") from error
+
+
+def read_lines(path: Path, kind: type[M]) -> tuple[list[M], list[str]]:
+    """Read JSON lines, keeping every whole line.
+
+    Returns:
+        The records, and one warning for each line that was dropped (a half-written last line, damage).
+
+    Raises:
+        RecordError: The file cannot be opened.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: {error}") from error
+    records: list[M] = []
+    warnings: list[str] = []
+    for number, line in enumerate(raw.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(kind.model_validate(json.loads(line, parse_constant=_no_constants)))
+        except (ValueError, RecursionError) as error:
+            reason = str(error).splitlines()[0]
+            warnings.append(f"{path}:{number}: line dropped: {reason}")
+    return records, warnings
