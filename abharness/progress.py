@@ -36,6 +36,7 @@ class PlainReporter:
     """One line a phase, and at most one line in ten seconds while waiting."""
 
     EVERY_S = 10.0
+    WIDTH = 110
 
     def __init__(self) -> None:
         self._prefix = ""
@@ -59,7 +60,7 @@ class PlainReporter:
 
     def waiting(self, text: str) -> None:
         if time.monotonic() - self._told_s > self.EVERY_S:
-            self._line(f"{self._phase}: {text}")
+            self._line(f"{self._phase}: {text[: self.WIDTH]}")
 
     def note(self, text: str) -> None:
         self._line(text)
