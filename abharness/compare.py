@@ -440,14 +440,18 @@ def _notes(sides: list[Side], spec: ExperimentSpec, cells: list[Cell]) -> tuple[
             f"often than alpha says; use launches_per_variant 4 or more for a decision"
         )
     unclear = [
-        row.ratio.launches_needed
+        row.ratio
         for cell in cells
         for row in cell.rows
-        if row.metric.headline and row.call == "~" and row.ratio.launches_needed is not None
+        if row.metric.headline and row.call == "~" and row.p is not None
     ]
-    if unclear and max(unclear) > least:
+    if unclear:
+        needed = [ratio.launches_needed for ratio in unclear]
+        many = f"{max(n for n in needed if n)}" if all(needed) else f"more than {stats.MOST_LAUNCHES}"
+        shown = [ratio.detectable for ratio in unclear]
+        reach = f"about {max(d for d in shown if d):.0%} and more" if all(shown) else "none that would be believable"
         notes.append(
-            f"~ means no difference shown at n={least}; at the noise seen here, showing a "
-            f"{spec.design.min_effect:.0%} difference would take {max(unclear)} launches a variant"
+            f"~ means no difference shown. At the noise of the noisiest such cell, n={least} shows differences of {reach} "
+            f"(80% power, before correction); {spec.design.min_effect:.0%} would take {many} launches a variant"
         )
     return tuple(notes)

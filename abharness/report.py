@@ -163,8 +163,12 @@ def _remarks(comparison: Comparison) -> list[str]:
         if len(found) > NAMED_FINDINGS:
             lines.append(f"{code}: and {len(found) - NAMED_FINDINGS} more like these, all in the JSON")
         lines.append(f"  next: {found[0].finding.hint or CODES[code].next_step}")
-    for item in comparison.advice:
-        lines.append(f"note: {item.where}: {item.finding.message}; {item.finding.hint or ''}".rstrip("; "))
+    for code in dict.fromkeys(item.finding.code for item in comparison.advice):
+        found = [item for item in comparison.advice if item.finding.code == code]
+        more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
+        lines.append(
+            f"note: {found[0].where}: {found[0].finding.message}{more}; {found[0].finding.hint or ''}".rstrip("; ")
+        )
     lines += [f"waived: {name} (undeclared difference allowed on the command line)" for name in comparison.allowed]
     lines += [f"note: {text}" for text in comparison.notes]
     return lines + [f"warning: {text}" for text in comparison.warnings]

@@ -28,7 +28,9 @@ class Ratio:
         high: Upper end of it.
         p: Two-sided, uncorrected; None if it cannot be computed.
         reason: Why `p` is None.
-        launches_needed: Launches a variant that would show `min_effect` with 80% power at this noise; None if unknown.
+        launches_needed: Launches a variant that would show `min_effect` with 80% power at this noise; None if that is
+            more than `MOST_LAUNCHES`, or unknown.
+        detectable: Smallest relative change that this many launches show with 80% power at this noise; None if unknown.
     """
 
     effect: float | None
@@ -37,6 +39,7 @@ class Ratio:
     p: float | None = None
     reason: str | None = None
     launches_needed: int | None = None
+    detectable: float | None = None
 
 
 def spread(values: Sequence[float]) -> float | None:
@@ -85,6 +88,7 @@ def compare_ratio(baseline: Sequence[float], candidate: Sequence[float], *, alph
         math.expm1(difference + reach),
         p,
         launches_needed=launches_needed(noise, min_effect, alpha),
+        detectable=detectable_effect(noise, min(len(baseline), len(candidate)), alpha),
     )
 
 
@@ -102,23 +106,43 @@ def launches_needed(noise: float, effect: float, alpha: float, power: float = 0.
     """
     if effect <= 0:
         return None
-    if noise <= 0:
-        return 2
-    step = math.log1p(effect)
-
-    def finds(count: int) -> bool:
-        freedom = 2 * count - 2
-        critical = scipy_stats.t.ppf(1 - alpha / 2, freedom)
-        return bool(scipy_stats.nct.sf(critical, freedom, step / (noise * math.sqrt(2 / count))) >= power)
-
     # Power grows with the number of launches: bisect for the first that suffices.
     low, high = 2, MOST_LAUNCHES
-    if not finds(high):
+    if _power(noise, effect, high, alpha) < power:
         return None
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if finds(middle) else (middle + 1, high)
+        low, high = (low, middle) if _power(noise, effect, middle, alpha) >= power else (middle + 1, high)
     return low
+
+
+def detectable_effect(noise: float, count: int, alpha: float, power: float = 0.8) -> float | None:
+    """The smallest relative change that a two-sample t test finds with the given power.
+
+    Args:
+        noise: Standard deviation of the logarithm of the launch values.
+        count: Launches a variant.
+        alpha: Two-sided level, uncorrected.
+        power: Chance to find it.
+
+    Returns:
+        A relative increase to two digits or so, or None when even a hundredfold change would not be found.
+    """
+    low, high = 0.0, 100.0
+    if count < 2 or _power(noise, high, count, alpha) < power:
+        return None
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _power(noise, middle, count, alpha) >= power else (middle, high)
+    return high
+
+
+def _power(noise: float, effect: float, count: int, alpha: float) -> float:
+    if noise <= 0:
+        return 1.0
+    freedom = 2 * count - 2
+    critical = scipy_stats.t.ppf(1 - alpha / 2, freedom)
+    return float(scipy_stats.nct.sf(critical, freedom, math.log1p(effect) / (noise * math.sqrt(2 / count))))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

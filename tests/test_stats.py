@@ -6,7 +6,7 @@ import random
 import pytest
 from scipy import stats as reference
 
-from abharness.stats import compare_ratio, holm, launches_needed, mcnemar_exact, spread
+from abharness.stats import compare_ratio, detectable_effect, holm, launches_needed, mcnemar_exact, spread
 
 
 def test_welch_on_logs_agrees_with_scipy() -> None:
@@ -37,6 +37,8 @@ def test_g2_two_launches_with_overlapping_spread_show_nothing() -> None:
     assert ratio.p > 0.05
     assert ratio.launches_needed is not None
     assert ratio.launches_needed > 2
+    assert ratio.detectable is not None
+    assert ratio.detectable > 0.03
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,16 @@ def test_launches_needed_have_the_power_they_promise() -> None:
         b = [draw.gauss(math.log1p(effect), noise) for _ in range(count)]
         found += reference.ttest_ind(a, b).pvalue < 0.05
     assert found / 1000 > 0.76
+
+
+def test_the_detectable_effect_is_the_one_that_needs_this_many_launches() -> None:
+    for noise, count in ((0.01, 4), (0.05, 3), (0.005, 8)):
+        effect = detectable_effect(noise, count, 0.05)
+        assert effect is not None
+        assert launches_needed(noise, effect * 1.001, 0.05) == count
+        assert launches_needed(noise, effect * 0.7, 0.05) != count
+    assert detectable_effect(0.01, 1, 0.05) is None
+    assert launches_needed(0.5, 0.0001, 0.05) is None
 
 
 def test_spread_is_half_the_range_over_the_median() -> None:

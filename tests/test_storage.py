@@ -1,0 +1,107 @@
+"""Records and files: written whole or not at all, read carefully."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from abharness.cli import main
+from abharness.errors import RecordError
+from abharness.record import ClientLoad, Evidence, Finding, RunRecord
+from abharness.storage import append_lines, read_lines, read_model, write_model, write_text_atomic
+from tests.test_run import spec_file
+
+LOAD = ClientLoad(cpu_share=0.5, loop_lag_p50_s=0, loop_lag_p99_s=0, chunks_per_s=1)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_h3_a_full_disk_leaves_the_old_file_and_names_the_path(tiny_disk: Path) -> None:
+    path = tiny_disk / "launch.json"
+    write_text_atomic(path, "old")
+    with pytest.raises(OSError, match=r"launch\.json") as caught:
+        write_text_atomic(path, "x" * 2**21)
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tiny_disk.iterdir()] == ["launch.json"]
+
+
+def test_h3_a_run_is_refused_where_there_is_no_room(
+    tiny_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(spec_file(tmp_path)), "-o", str(tiny_disk)]) == 4
+    err = capsys.readouterr().err
+    assert str(tiny_disk) in err
+    assert "MiB are needed" in err
+    assert list(tiny_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_h2_nan_and_infinity_are_never_written(value: float, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError):
+        ClientLoad(cpu_share=value, loop_lag_p50_s=0, loop_lag_p99_s=0, chunks_per_s=1)
+    with pytest.raises(ValueError, match="JSON"):
+        write_model(tmp_path / "x.json", LOAD.model_copy(update={"cpu_share": value}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    write_model(tmp_path / "x.json", LOAD)
+    assert read_model(tmp_path / "x.json", ClientLoad) == LOAD
+    json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_h1_lines_survive_a_half_written_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    append_lines(path, [LOAD] * 57)
+    with path.open("a") as out:
+        out.write('{"cpu_share": 0.5, "loop_l')
+    records, warnings = read_lines(path, ClientLoad)
+    assert records == [LOAD] * 57
+    assert len(warnings) == 1
+    assert f"{path}:58: line dropped" in warnings[0]
+
+
+def test_garbage_between_good_lines_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    good = LOAD.model_dump_json()
+    path.write_bytes(b"\n".join([good.encode(), b"\xff\xfe", b"[" * 100_000, b'{"a": 1}', b"null", b"", good.encode()]))
+    records, warnings = read_lines(path, ClientLoad)
+    assert records == [LOAD, LOAD]
+    assert len(warnings) == 4
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", "[]", '{"schema_version": 2}', '{"schema_version": "1"}', '{"x": 1}']
+)
+def test_a_damaged_or_newer_record_is_refused_with_its_path(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "experiment.json"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=r"experiment\.json"):
+        read_model(path, RunRecord)
+
+
+def test_a_missing_file_is_a_record_error(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"no\.json"):
+        read_model(tmp_path / "no.json", Evidence)
+    with pytest.raises(RecordError, match=r"no\.jsonl"):
+        read_lines(tmp_path / "no.jsonl", Finding)
