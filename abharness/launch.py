@@ -100,7 +100,14 @@ class LaunchExecution:
         return f"http://127.0.0.1:{self.planned.port}"
 
     def carry_out(self) -> BaseException | None:
-        """Run the launch to its record. Errors made on purpose and interrupts are returned; others are raised."""
+        """Run the launch to its record, whatever happens.
+
+        Returns:
+            None, or the `AbharnessError` or `KeyboardInterrupt` that ended it.
+
+        Raises:
+            BaseException: Anything else (a full disk, a fault of the harness), after the record was written.
+        """
         error: BaseException | None = None
         log_tail: list[str] = []
         self.folder.mkdir(parents=True)
@@ -112,16 +119,15 @@ class LaunchExecution:
                 self._serve(vllm)
             finally:
                 self._stop(vllm)
-        except KeyboardInterrupt as interrupt:
-            error = interrupt
-        except (AbharnessError, OSError) as failure:
+        except BaseException as failure:
             error = failure
             log_tail = getattr(failure, "log_tail", []) or vllm.log_tail(40)
-        finally:
-            with interrupts_held():
+        with interrupts_held():
+            try:
                 self._write(self._record(vllm, error, log_tail))
+            finally:
                 shutil.rmtree(self.planned.tmp_dir.parent, ignore_errors=True)
-        if isinstance(error, OSError):
+        if error is not None and not isinstance(error, AbharnessError | KeyboardInterrupt):
             raise error
         return error
 
@@ -347,14 +353,13 @@ class LaunchExecution:
             vllm.stop()
         finally:
             self.stop_s = time.monotonic() - stopped_s
-            self.evidence = self.evidence.model_copy(
-                update={
-                    "caches": vllm.cache_evidence(),
-                    "default_caches_touched": vllm.defaults_touched(),
-                }
-            )
-            self.phase = before
-        self.findings += resources.check_caches_used(self.evidence.caches, self.evidence.default_caches_touched)
+            if vllm.started:
+                caches, touched = vllm.cache_evidence(), vllm.defaults_touched()
+                found = {"caches": caches, "default_caches_touched": touched, "shared_memory_left": vllm.leftovers()}
+                self.evidence = self.evidence.model_copy(update=found)
+                self.findings += resources.check_caches_used(caches, touched)
+        # An error on its way up belongs to the phase it came from.
+        self.phase = before
 
     def _gpu_evidence(self) -> dict[str, Any]:
         uuids = self.run.gpu.uuids()
@@ -364,9 +369,11 @@ class LaunchExecution:
         planned = self.planned
         failure: Failure | None = None
         if error is not None:
+            # The server that could not be stopped may have failed for another reason first: tell both.
+            first = error.__context__ if isinstance(error.__context__, AbharnessError) else None
             failure = Failure(
                 kind=type(error).__name__,
-                message=str(error) or "interrupted",
+                message=(str(error) or "interrupted") + (f"; before that: {first}" if first else ""),
                 phase=self.phase,
                 code=getattr(error, "code", None),
                 hint=getattr(error, "hint", None),

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from abharness import environments, models
+from abharness import environments, models, resources
 from abharness.environments import PREFIX
-from abharness.errors import PreflightError, UsageError
+from abharness.errors import UsageError
 from abharness.plan import Host, Plan, config_hash
 from abharness.record import Variant
 from abharness.spec import VARIANTS, ExperimentSpec
@@ -94,12 +93,7 @@ def check_disk(*folders: Path) -> None:
     """
     for folder in folders:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        free = shutil.disk_usage(there).free
-        if free < MIN_FREE_BYTES:
-            raise PreflightError(
-                f"{there}: {free / 2**20:.0f} MiB free, {MIN_FREE_BYTES / 2**20:.0f} MiB are needed",
-                hint="free some space, or choose another folder with -o and TMPDIR",
-            )
+        resources.check_disk_free(there, MIN_FREE_BYTES)
 
 
 def new_run_dir(spec: ExperimentSpec, output: Path) -> Path:

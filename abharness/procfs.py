@@ -185,11 +185,6 @@ def tree(root_pid: int) -> list[Process]:
     return descendants(root_pid, processes())
 
 
-def same_session(sid: int) -> list[Process]:
-    """Every process of a session, whoever its parent is."""
-    return [one for one in processes() if one.session == sid]
-
-
 def carrying(name: str, value: str) -> list[Process]:
     """Every process of this user that was started with a variable of this value, re-parented ones too."""
     return [

@@ -314,6 +314,7 @@ class Evidence(Model):
         environment: Verifications, before and after load.
         caches: The launch's own cache directories.
         default_caches_touched: Files under the default cache locations that changed during the launch.
+        shared_memory_left: Names in /dev/shm that appeared during the launch and are not provably its own.
         gpu_uuids: GPUs the launch could use; None with a reason in `gpu_absent` where there is none.
         server_versions: What the server's interpreter reports: `python`, `vllm`, `torch`, ...
     """
@@ -323,6 +324,7 @@ class Evidence(Model):
     environment: list[EnvironmentCheck] = []
     caches: list[CacheEvidence] = []
     default_caches_touched: list[str] = []
+    shared_memory_left: list[str] = []
     gpu_uuids: list[str] | None = None
     gpu_absent: str | None = None
     server_versions: dict[str, str] = {}

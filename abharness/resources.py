@@ -117,7 +117,7 @@ def check_disk_free(path: Path, needed_bytes: int) -> None:
     if free < needed_bytes:
         raise PreflightError(
             f"{path}: {free / 2**30:.2f} GiB free, {needed_bytes / 2**30:.2f} GiB needed for caches, logs and records",
-            hint="free some space, or choose another results directory",
+            hint="free some space, or choose another folder with -o and TMPDIR",
         )
 
 

@@ -142,6 +142,11 @@ class VllmServer:
             raise RuntimeError("the server was not started")
         return self._process.pid
 
+    @property
+    def started(self) -> bool:
+        """Whether a process was ever started."""
+        return self._process is not None
+
     def start(self) -> None:
         """Prove port, caches and GPU free, then start the process.
 

@@ -14,8 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from abharness import commands
 from abharness.cli import main
+from abharness.progress import PlainReporter
 from abharness.record import AnswerRecord, Evidence, LaunchRecord, RequestLine, RunRecord
+from abharness.specload import load_spec
 from abharness.storage import read_lines, read_model
 from tests.conftest import FAKE_SITE, free_port
 
@@ -376,6 +379,22 @@ def test_an_interpreter_without_vllm_is_told_before_any_launch(tmp_path: Path, c
     path.write_text(SPEC.replace(str(FAKE_SITE), "/nowhere"))
     assert main(["run", str(path), "-o", str(tmp_path / "results")]) == 4
     assert "has no vLLM" in capsys.readouterr().err
+
+
+def test_a_fault_of_the_harness_itself_is_a_failed_launch_never_a_completed_one(tmp_path: Path) -> None:
+    class Faulty(PlainReporter):
+        def phase(self, name: str) -> None:
+            if name.startswith("decode"):
+                raise RuntimeError("a bug")
+
+    spec = load_spec(spec_file(tmp_path))
+    with pytest.raises(RuntimeError, match="a bug"):
+        commands.run(spec, os.environ, output=tmp_path / "results", resume=False, reporter=Faulty())
+    (record,) = launches(tmp_path)
+    assert record.status == "failed"
+    assert record.error is not None
+    assert (record.error.kind, record.error.message) == ("RuntimeError", "a bug")
+    assert leftovers() == []
 
 
 def test_secrets_never_reach_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_h3_a_run_is_refused_where_there_is_no_room(
     assert main(["run", str(spec_file(tmp_path)), "-o", str(tiny_disk)]) == 4
     err = capsys.readouterr().err
     assert str(tiny_disk) in err
-    assert "MiB are needed" in err
+    assert "GiB needed for caches, logs and records" in err
     assert list(tiny_disk.iterdir()) == []
 
 
