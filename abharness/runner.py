@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from abharness.telemetry import Gpu
 
 STOPS_THE_RUN = (PreflightError, VerificationFailed, TeardownError)
 """After these the next launch would fail the same way, or would not be alone on the machine."""
+
+MOST_FAILURES = 2
+"""Failed launches of one variant after which the others would most likely fail too."""
+
+TOLD_LOG_LINES = 12
+"""Last lines of a failed server's log that are shown at once; launch.json has more."""
 
 
 def load_questions(spec: ExperimentSpec) -> dict[str, Questions]:
@@ -83,6 +90,7 @@ class Runner:
         questions = load_questions(self.spec)
         context = RunContext(self.spec, self.plan.config_hash, self.gpu, self.reporter, questions, self.versions)
         self._write_run_record()
+        failures: Counter[Variant] = Counter()
         with _one_run_at_a_time(self.run_dir), signals_interrupt():
             for planned in self.plan.launches:
                 folder = launches_dir(self.run_dir) / planned.label
@@ -95,9 +103,20 @@ class Runner:
                 if isinstance(error, KeyboardInterrupt):
                     raise error
                 if error is not None:
-                    self.reporter.note(f"failed: {error}")
-                if isinstance(error, STOPS_THE_RUN):
+                    failures[planned.variant] += 1
+                    self._tell(folder, error)
+                if isinstance(error, STOPS_THE_RUN) or failures[planned.variant] >= MOST_FAILURES:
+                    self.reporter.note("the remaining launches are left out; --resume goes on from here")
                     break
+
+    def _tell(self, folder: Path, error: BaseException) -> None:
+        """A failed launch on the screen: why, the server's last words, where everything is."""
+        record = read_model(folder / LAUNCH_FILE, LaunchRecord)
+        self.reporter.note(f"failed: {error}")
+        for line in (record.error.log_tail if record.error else [])[-TOLD_LOG_LINES:]:
+            self.reporter.note(f"  | {line}")
+        hint = getattr(error, "hint", None)
+        self.reporter.note(f"{hint or 'see the record'} ({folder})")
 
     def _write_run_record(self) -> None:
         path = self.run_dir / RUN_FILE

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 POLL_S = 0.1
+BY_HAND = "read the end of server.log; launch.json beside it has the command that starts the same server by hand"
 LOG_HEAD_BYTES = 48 * 2**20
 LOG_TAIL_BYTES = 16 * 2**20
 
@@ -173,7 +174,7 @@ class VllmServer:
                 start_new_session=True,
             )
         except OSError as error:
-            raise PreflightError(f"the server cannot be started: {error}", hint=f"by hand: {self.by_hand()}") from error
+            raise PreflightError(f"the server cannot be started: {error}", hint=BY_HAND) from error
         self.observe()
 
     def wait_ready(
@@ -218,7 +219,7 @@ class VllmServer:
             if now > deadline:
                 raise ServerNotReady(
                     f"no completion within {self.command.ready_timeout_s:g} s: {reason}",
-                    hint=f"raise server.ready_timeout_s if it was still compiling; by hand: {self.by_hand()}",
+                    hint=f"raise server.ready_timeout_s if it was still compiling; otherwise: {BY_HAND}",
                     log_tail=self.log_tail(),
                 )
             if on_wait is not None and now - told >= 1.0:
@@ -323,9 +324,10 @@ class VllmServer:
             f'{name}="${name}"' if SECRET_NAME.search(name) else f"{name}={shlex.quote(printable(value))}"
             for name, value in self.command.env.items()
         ]
-        return " ".join(
-            ["cd", shlex.quote(str(self.command.cwd)), "&&", "env", "-i", *variables, shlex.join(self.command.argv)]
-        )
+        # The launch's own folders are gone once it is over.
+        folders = [str(self.command.cwd), *(value for name, value in self.command.env.items() if name == "TMPDIR")]
+        place = f"mkdir -p {shlex.join(folders)} && cd {shlex.quote(folders[0])} &&"
+        return " ".join([place, "env", "-i", *variables, shlex.join(self.command.argv)])
 
     # Inside.
 
@@ -334,7 +336,7 @@ class VllmServer:
         if ended is not None:
             raise ServerDied(
                 f"{ended} {time.monotonic() - self._started:.1f} s after its start, {moment}",
-                hint=f"by hand: {self.by_hand()}",
+                hint=BY_HAND,
                 log_tail=self.log_tail(),
             )
 

@@ -12,10 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from fakes.interpreter import make
 
 from abharness import environments
 from abharness.errors import InstallError, PreflightError, UsageError
+from tests.fakes.interpreter import make
 
 
 class Bench:

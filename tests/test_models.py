@@ -8,10 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from fakes.interpreter import make
 
 from abharness import environments, models
 from abharness.errors import InstallError, UsageError
+from tests.fakes.interpreter import make
 
 SMOLLM2 = "managed:smollm2"
 

@@ -502,7 +502,7 @@ def test_command_by_hand_runs_and_hides_secrets(make_command: MakeCommand) -> No
     environ.pop("LC_CTYPE", None)  # Python adds it to its own environment under the C locale
     assert environ == dict(command.env)
     assert cwd == str(command.cwd)
-    assert shlex.split(text)[:2] == ["cd", str(command.cwd)]
+    assert shlex.split(text)[:3] == ["mkdir", "-p", str(command.cwd)]
 
 
 def test_free_port_is_accepted() -> None:
