@@ -126,7 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="default: text")
     compare.add_argument("--all-metrics", action="store_true", help="every metric, not only the chief ones")
     compare.add_argument(
-        "--allow", metavar="NAME", action="append", default=[], help="let this undeclared difference pass; repeatable"
+        "--allow",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="let an undeclared difference of this name, or order_confounded, pass; it is printed in the result; repeatable",
     )
     compare.set_defaults(command=_compare)
 

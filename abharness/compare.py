@@ -149,7 +149,7 @@ def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[
     Args:
         folders: Results folders or run folders. Exactly two run folders: the baseline launches of the first against
             the candidate launches of the second.
-        allow: Names of undeclared differences to let pass; they are printed in the result.
+        allow: Names of undeclared differences, or `order_confounded`, to let pass; they are printed in the result.
 
     Raises:
         RecordError: Nothing to compare, or a record is damaged.
@@ -188,7 +188,7 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
         *failed_launches(sides),
         *launch_findings(sides),
         *differences(sides, spec, allow),
-        *order_findings(first, second, spec),
+        *order_findings(first, second, spec, allow),
         *floor_seen,
     ]
     invalid = [item for item in (*whole, *cell_seen, *answer_seen) if CODES[item.finding.code].invalidates]

@@ -82,6 +82,7 @@ class RichReporter:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            refresh_per_second=2,  # drawing shares a core and an interpreter lock with what is being timed
         )
         self._run: TaskID | None = None
         self._phase: TaskID | None = None

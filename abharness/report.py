@@ -169,7 +169,7 @@ def _remarks(comparison: Comparison) -> list[str]:
         lines.append(
             f"note: {found[0].where}: {found[0].finding.message}{more}; {found[0].finding.hint or ''}".rstrip("; ")
         )
-    lines += [f"waived: {name} (undeclared difference allowed on the command line)" for name in comparison.allowed]
+    lines += [f"waived: {name} (allowed on the command line)" for name in comparison.allowed]
     lines += [f"note: {text}" for text in comparison.notes]
     return lines + [f"warning: {text}" for text in comparison.warnings]
 

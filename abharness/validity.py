@@ -67,15 +67,19 @@ def launch_findings(sides: list[Side]) -> list[Seen]:
     return [item for index, item in enumerate(found) if item not in found[:index]]
 
 
-def order_findings(first: Run, second: Run, spec: ExperimentSpec) -> list[Seen]:
+def order_findings(first: Run, second: Run, spec: ExperimentSpec, allow: Sequence[str]) -> list[Seen]:
     """Orders of launches that confound the variants with time."""
     if first.path != second.path:
         message = "the variants come from two runs: whatever changed between them counts as a difference"
+        hint = "run both variants in one experiment, or compare with --allow order_confounded"
     elif spec.design.order == "ab" and spec.design.launches_per_variant > 1:
         message = "design.order is ab: every baseline launch came before every candidate launch"
+        hint = "use design.order abba, or compare with --allow order_confounded"
     else:
         return []
-    return [Seen("order", Finding(code="order_confounded", message=message, hint="run both variants in one run, abba"))]
+    if "order_confounded" in allow:
+        return []
+    return [Seen("order", Finding(code="order_confounded", message=message, hint=hint))]
 
 
 def _identity(launch: Launch) -> dict[str, str]:

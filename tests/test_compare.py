@@ -149,6 +149,16 @@ def test_h5_two_runs_are_compared_across_and_everything_that_differs_is_listed(t
     assert not any("host.cpu" in message for message in messages)
 
 
+def test_two_runs_can_be_compared_when_the_confounding_is_accepted_and_printed(tmp_path: Path, capsys: Any) -> None:
+    one = write_run(tmp_path / "a", variants(SLOW, SLOW))
+    two = write_run(tmp_path / "b", variants(FAST, FAST))
+    assert compare(capsys, one, two)[0] == 3
+    assert main(["compare", str(one), str(two), "--allow", "order_confounded"]) == 0
+    out = capsys.readouterr().out
+    assert "waived: order_confounded" in out
+    assert "+8.2" in out
+
+
 def test_a_missing_or_failed_launch_is_exit_4_and_the_rest_is_shown(tmp_path: Path, capsys: Any) -> None:
     launches = variants(SLOW, FAST)
     launches["candidate"][3] = Made(
