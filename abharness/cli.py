@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         action="append",
         default=[],
-        help="let an undeclared difference of this name, or order_confounded, pass; it is printed in the result; repeatable",
+        help="let an undeclared difference, or order_confounded, pass; printed in the result; repeatable",
     )
     compare.set_defaults(command=_compare)
 
