@@ -11,6 +11,7 @@ checked again right before. HTTP is the caller's: what decides readiness is pass
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -334,6 +335,11 @@ class VllmServer:
     def _raise_if_dead(self, moment: str) -> None:
         ended = self.alive()
         if ended is not None:
+            if self._process is not None:
+                # A server follows its engine in a moment, and its exit status says more.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1.0)
+                ended = self.alive() or ended
             raise ServerDied(
                 f"{ended} {time.monotonic() - self._started:.1f} s after its start, {moment}",
                 hint=BY_HAND,

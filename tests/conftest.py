@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import urllib.request
@@ -17,6 +18,9 @@ import pytest
 
 from abharness.server import LaunchCommand, VllmServer
 from abharness.telemetry import AbsentGpu
+
+# A shell starts background jobs with SIGINT ignored, and tests of Ctrl-C would then wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAKE_SITE = Path(__file__).parent / "fake_site"
 CACHE_VARIABLES = (

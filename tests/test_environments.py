@@ -318,14 +318,15 @@ def bare_venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_interpreter_without_vllm_is_refused(
     bare_venv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Neither the caller's PYTHONPATH nor its folder may answer for the server's interpreter.
+    # Neither the caller's PYTHONPATH nor its folder may answer for the server's interpreter: its own environment does.
     (tmp_path / "vllm-0.0.1.dist-info").mkdir()
     (tmp_path / "vllm-0.0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PreflightError, match="has no vLLM") as caught:
-        environments.versions(bare_venv, os.environ)
+        environments.versions(bare_venv, {"PATH": os.environ["PATH"]})
     assert "managed:cpu" in str(caught.value.hint)
+    assert environments.versions(bare_venv, {"PYTHONPATH": str(tmp_path)})["vllm"] == "0.0.1"
 
 
 @pytest.mark.parametrize("program", ["#!/bin/sh\necho hello\n", "#!/bin/sh\necho oops >&2; exit 3\n", "no program"])

@@ -150,7 +150,8 @@ def test_death_before_ready_ends_the_wait_with_the_log(make_command: MakeCommand
     ):
         server.wait_ready(never)
     assert any("vLLM server version" in line for line in e.value.log_tail)
-    assert "vllm.entrypoints.cli.main serve" in str(e.value.hint)
+    assert "launch.json" in str(e.value.hint)
+    assert "vllm.entrypoints.cli.main serve" in server.by_hand()
 
 
 @pytest.mark.parametrize(
