@@ -18,7 +18,7 @@ from abharness.progress import Reporter
 from abharness.record import EnvironmentCheck
 from abharness.runner import Runner
 from abharness.runs import EVIDENCE_FILE, launches_dir, read_launch
-from abharness.spec import DesignSpec, ExperimentSpec
+from abharness.spec import DesignSpec, ExperimentSpec, Primary
 from abharness.specload import load_spec, spec_warnings
 from abharness.storage import write_text_atomic
 from abharness.telemetry import open_gpu
@@ -57,6 +57,12 @@ def load(path: Path, overrides: Sequence[str], only: Sequence[str]) -> Experimen
     unknown = [name for name in only if name not in names]
     if unknown:
         raise UsageError(f"--only {unknown[0]}: no such workload", hint=f"this spec has {', '.join(names)}")
+    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
+    if primary is not None and primary.workload not in only:
+        raise UsageError(
+            f"--only leaves out {primary.workload}, which design.primary names",
+            hint="add --set design.primary=null",
+        )
     return spec.model_copy(update={"workloads": tuple(w for w in spec.workloads if w.name in only)})
 
 

@@ -23,7 +23,7 @@ from abharness.errors import RecordError
 from abharness.flips import Flip, explain_flip
 from abharness.record import AnswerRecord, Finding, Variant
 from abharness.runs import CellKey, Run, find_runs, read_run
-from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload
+from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload, Primary
 from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings
 
 Call = Literal["better", "worse", "~", "no verdict"]
@@ -42,6 +42,7 @@ class Row:
         p: Corrected over the cells of this metric; None if it could not be computed.
         call: What may be said.
         notes: Reasons and remarks, for footnotes.
+        decisive: It decides the verdict; the other rows describe.
     """
 
     metric: metrics.Metric
@@ -50,6 +51,7 @@ class Row:
     p: float | None
     call: Call
     notes: tuple[str, ...] = ()
+    decisive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
     if everything:
         cells = [replace(cell, rows=[replace(row, call="no verdict") for row in cell.rows]) for cell in cells]
         accuracy = [replace(item, call="no verdict") for item in accuracy]
-    calls = [row.call for cell in cells for row in cell.rows if row.metric.headline] + [item.call for item in accuracy]
+    calls = [row.call for cell in cells for row in cell.rows if row.decisive] + [item.call for item in accuracy]
     outcome: Outcome
     if "launch_failed" in codes:
         outcome = "launch failed"
@@ -271,20 +273,38 @@ def _row(metric: metrics.Metric, samples: dict[Variant, list[float]], spec: Expe
 
 
 def _call(cells: list[Cell], spec: ExperimentSpec) -> list[Cell]:
-    """Correct p over the cells of each metric (or test the primary alone) and say what may be said."""
+    """Correct p over the cells of each metric, leave the primary's as it is, and say what may be said."""
+    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
     corrected: dict[tuple[CellKey, str], float] = {}
+    decisive: set[tuple[CellKey, str]] = set()
     for metric in metrics.METRICS:
-        family = [(c, r) for c in cells for r in c.rows if r.metric is metric and r.ratio.p is not None]
-        primary = [(c, r) for c, r in family if spec.design.primary == f"{c.key.workload}/{metric.name}"]
-        if len(primary) == 1:
-            cell, row = primary[0]
-            corrected[cell.key, metric.name] = row.ratio.p or 0.0
-            family = [item for item in family if item is not primary[0]]
-        adjusted = stats.holm([row.ratio.p or 0.0 for _, row in family])
-        corrected |= {(cell.key, metric.name): p for (cell, _), p in zip(family, adjusted, strict=True)}
+        family: dict[CellKey, float] = {}
+        for cell in cells:
+            for row in cell.rows:
+                if row.metric is not metric:
+                    continue
+                key = cell.key
+                asked = primary is not None and metric.name == primary.metric
+                if asked and primary and primary.names(key.workload, cell.kind, key.input_len, key.max_concurrency):
+                    decisive.add((key, metric.name))
+                    if row.ratio.p is not None:
+                        corrected[key, metric.name] = row.ratio.p
+                    continue
+                if primary is None and metric.headline:
+                    decisive.add((key, metric.name))
+                if row.ratio.p is not None:
+                    family[key] = row.ratio.p
+        adjusted = stats.holm(list(family.values()))
+        corrected |= {(key, metric.name): p for key, p in zip(family, adjusted, strict=True)}
     result: list[Cell] = []
     for cell in cells:
-        rows = [_called(row, corrected.get((cell.key, row.metric.name)), cell, spec) for row in cell.rows]
+        rows = [
+            replace(
+                _called(row, corrected.get((cell.key, row.metric.name)), cell, spec),
+                decisive=(cell.key, row.metric.name) in decisive,
+            )
+            for row in cell.rows
+        ]
         result.append(replace(cell, rows=rows))
     return result
 
@@ -418,7 +438,7 @@ def _summary(outcome: Outcome, cells: list[Cell], accuracy: list[Accuracy], code
     if outcome in ("no verdict", "launch failed"):
         reason = ", ".join(codes) if codes else "some cells could not be judged"
         return f"No verdict: {reason}."
-    headline = [row for cell in cells for row in cell.rows if row.metric.headline]
+    headline = [row for cell in cells for row in cell.rows if row.decisive]
     better = sum(row.call == "better" for row in headline)
     worse = sum(row.call == "worse" for row in headline)
     parts: list[str] = []
@@ -440,10 +460,7 @@ def _notes(sides: list[Side], spec: ExperimentSpec, cells: list[Cell]) -> tuple[
             f"often than alpha says; use launches_per_variant 4 or more for a decision"
         )
     unclear = [
-        row.ratio
-        for cell in cells
-        for row in cell.rows
-        if row.metric.headline and row.call == "~" and row.p is not None
+        row.ratio for cell in cells for row in cell.rows if row.decisive and row.call == "~" and row.p is not None
     ]
     if unclear:
         needed = [ratio.launches_needed for ratio in unclear]

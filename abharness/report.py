@@ -91,7 +91,7 @@ def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics:
             _change(row, launches, notes),
         ]
         for row in cell.rows
-        if all_metrics or row.metric.chief
+        if all_metrics or row.metric.chief or row.decisive
     ]
 
 

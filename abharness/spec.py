@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
@@ -93,7 +95,9 @@ class DesignSpec(_Strict):
         alpha: Family-wise significance level.
         min_effect: Smallest relative change worth calling, for example 0.01.
         seed: Seeds prompts, the question draw and the random order.
-        primary: `cell/metric` asked about; tested first and alone. Null corrects over all cells.
+        primary: The one cell and metric asked about, `decode[16]/output_throughput` (the number is the concurrency of a
+            decode cell, the prompt length of a prefill cell): it alone decides the verdict, uncorrected. Null decides
+            by the headline metric of every cell, corrected over the cells.
     """
 
     order: Literal["abba", "ab", "random"] = "abba"
@@ -174,6 +178,25 @@ class Gsm8kWorkload(_Strict):
 
 
 Workload = Annotated[DecodeWorkload | PrefillWorkload | Gsm8kWorkload, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, slots=True)
+class Primary:
+    """`design.primary`, taken apart; `at` is None where the workload has one cell only."""
+
+    workload: str
+    at: int | None
+    metric: str
+
+    @staticmethod
+    def parse(text: str) -> Primary | None:
+        """Read the text; None when it is not of this form."""
+        match = re.fullmatch(r"([^\[\]/]+)(?:\[(\d+)\])?/(\w+)", text)
+        return Primary(match[1], int(match[2]) if match[2] else None, match[3]) if match else None
+
+    def names(self, workload: str, kind: str, input_len: int, max_concurrency: int) -> bool:
+        """Whether this is the cell."""
+        return workload == self.workload and self.at in (None, input_len if kind == "prefill" else max_concurrency)
 
 
 class VerifySpec(_Strict):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from abharness import yamlload
 from abharness.errors import SpecError, UsageError
+from abharness.metrics import METRICS
 from abharness.record import Finding
 from abharness.spec import (
     OWNED_ARGS,
@@ -25,6 +26,7 @@ from abharness.spec import (
     ExperimentSpec,
     Gsm8kWorkload,
     PrefillWorkload,
+    Primary,
     ServerSpec,
     VariantSpec,
     VerifySpec,
@@ -270,6 +272,7 @@ def _cross_checks(spec: ExperimentSpec, located: yamlload.Located) -> list[str]:
             ("variants",), "the two variants do not differ: nothing would be compared; change env, serve_args or python"
         )
     _check_workloads(spec, tell)
+    _check_primary(spec, tell)
     for name, patterns in spec.verify.expect_log.items():
         for index, pattern in enumerate(patterns):
             try:
@@ -337,6 +340,32 @@ def _check_workloads(spec: ExperimentSpec, tell: Any) -> None:
                     tell((*path, "num_fewshot"), "a local dataset has no train split; name a file in fewshot_dataset")
         if limit is not None and need > limit:
             tell(path, f"{what} = {need} tokens do not fit --max-model-len {limit}")
+
+
+def _check_primary(spec: ExperimentSpec, tell: Any) -> None:
+    if spec.design.primary is None:
+        return
+    path: yamlload.Path = ("design", "primary")
+    primary = Primary.parse(spec.design.primary)
+    cells = [
+        (workload.name, workload.kind, *shape)
+        for workload in spec.workloads
+        if not isinstance(workload, Gsm8kWorkload)
+        for shape in (
+            [(workload.input_len, concurrency) for concurrency in workload.max_concurrency]
+            if isinstance(workload, DecodeWorkload)
+            else [(input_len, workload.max_concurrency) for input_len in workload.input_lens]
+        )
+    ]
+    found = [cell for cell in cells if primary is not None and primary.names(*cell)]
+    if primary is None or len(found) != 1:
+        shown = ", ".join(f"{name}[{length if kind == 'prefill' else most}]" for name, kind, length, most in cells)
+        number = "" if primary is None else f" names {len(found)} cells, not one"
+        tell(path, f"{spec.design.primary!r}{number}; expected CELL/METRIC with CELL one of {shown or '(none)'}")
+        return
+    known = [metric.name for metric in METRICS if found[0][1] in metric.kinds]
+    if primary.metric not in known:
+        tell(path, f"{primary.metric!r} is no metric of a {found[0][1]} cell; allowed: {', '.join(known)}")
 
 
 def _is_path(dataset: str) -> bool:

@@ -20,7 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "redaction": set(),
     "yamlload": set(),
     "spec": {"record"},
-    "specload": {"errors", "record", "spec", "yamlload"},
+    "specload": {"errors", "metrics", "record", "spec", "yamlload"},
     "cache": {"errors"},
     "metrics": {"record"},
     "stats": set(),

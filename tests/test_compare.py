@@ -50,6 +50,18 @@ def test_a_slower_candidate_is_a_regression_with_exit_1(tmp_path: Path, capsys: 
     assert (code, found["outcome"], headline(found)["call"]) == (1, "regression", "worse")
 
 
+def test_the_primary_decides_alone(tmp_path: Path, capsys: Any) -> None:
+    """Its p is uncorrected, and its row is shown though it is not a chief one."""
+    run = write_run(tmp_path / "r", variants(FAST, SLOW), "design.primary=decode/e2el_p99")
+    code, found = compare(capsys, run)
+    rows = {row["metric"]["name"]: row for row in found["cells"][0]["rows"]}
+    assert [name for name, row in rows.items() if row["decisive"]] == ["e2el_p99"]
+    assert (code, rows["e2el_p99"]["call"]) == (1, "worse")
+    assert rows["e2el_p99"]["p"] == rows["e2el_p99"]["ratio"]["p"]
+    main(["compare", str(run)])
+    assert "e2el_p99 ms" in capsys.readouterr().out
+
+
 def test_no_difference_prints_a_tilde_and_withholds_the_percentage(tmp_path: Path, capsys: Any) -> None:
     run = write_run(tmp_path / "r", variants(SLOW, [100.3, 99.8, 100.2, 99.9]))
     assert main(["compare", str(run)]) == 0

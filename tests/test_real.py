@@ -21,6 +21,7 @@ DATASET = GSM8K if GSM8K.exists() else ROOT / "experiments" / "data" / "grade-sc
 
 SHORTER = {
     "design.launches_per_variant": 1,
+    "design.primary": "null",
     "server.ready_timeout_s": 600,  # a busy machine takes minutes to import vLLM
     "workloads.decode.max_concurrency": "[2]",
     "workloads.decode.num_prompts": 2,

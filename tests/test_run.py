@@ -178,6 +178,7 @@ def test_only_runs_one_workload_under_a_configuration_of_its_own(tmp_path: Path)
         assert [cell.workload for cell in record.cells] == ["prefill"]
         assert record.accuracy == []
     assert run(tmp_path, "--only", "nosuch") == 2
+    assert run(tmp_path, "--only", "prefill", "--set", "design.primary=decode[1]/tpot") == 2
 
 
 # Each row: planted faults, exit code, what the report must say. A fault with `when` lies in that variant only.

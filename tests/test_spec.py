@@ -120,6 +120,14 @@ def test_a5_unset_empty_zero_and_false_are_four_values() -> None:
         ("workloads:", "verify: {expect_log: {candidate: ['(']}}\nworkloads:", "not a regular expression"),
         ("workloads:", "verify: {expect_log: {both: [x]}}\nworkloads:", "'both'"),
         ("server:", "design: {alpha: .nan}\nserver:", "design.alpha: found the number nan"),
+        ("server:", "design: {primary: decode/tpot}\nserver:", "names 2 cells, not one; expected CELL/METRIC"),
+        ("server:", "design: {primary: 'decode[8]/tpot'}\nserver:", "names 0 cells"),
+        ("server:", "design: {primary: 'prefill[128]/tpot'}\nserver:", "'tpot' is no metric of a prefill cell"),
+        (
+            "server:",
+            "design: {primary: tpot}\nserver:",
+            "design.primary: 'tpot'; expected CELL/METRIC with CELL one of",
+        ),
         ("experiment: switch", "experiment: ../x", "experiment: found '../x'"),
     ],
 )
