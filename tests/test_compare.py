@@ -310,3 +310,9 @@ def test_markdown_escapes_what_a_model_wrote(tmp_path: Path, capsys: Any) -> Non
     out = capsys.readouterr().out
     assert "| output_throughput tok/s |" in out
     assert "<script>" not in out
+
+
+def test_the_published_records_still_compare(capsys: Any) -> None:
+    published = Path(__file__).parent.parent / "results"
+    assert main(["compare", str(published)]) in (0, 1, 3), "a published record is readable and complete"
+    assert "quickstart  baseline 2 of 2 launches, candidate 2 of 2 launches" in capsys.readouterr().out
