@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from abharness.prompts import combined_hash
 from abharness.record import AnswerRecord, CellRecord, ClientLoad, Finding, RequestRecord, ServerCounters
 
 CLIENT_CPU_SHARE_LIMIT = 0.85
@@ -114,6 +115,7 @@ def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Find
         Findings, none of them fatal: the cell is recorded, and a comparison gives no verdict on it.
     """
     findings = [
+        _check_whole(cell, requests),
         _check_complete(requests),
         _check_prompt_tokens(requests, cell.input_len),
         _check_output_tokens(requests, cell.output_len),
@@ -121,6 +123,18 @@ def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Find
         _check_prefix_cache(requests, cell.counters),
     ]
     return [finding for finding in findings if finding is not None]
+
+
+def _check_whole(cell: CellRecord, requests: Sequence[RequestRecord]) -> Finding | None:
+    # A lost or doubled line would change every rate of the cell and no other check would see it.
+    ordered = sorted(requests, key=lambda request: request.index)
+    if not requests or combined_hash(request.prompt_sha256 for request in ordered) == cell.prompts_sha256:
+        return None
+    return Finding(
+        code="incomplete_requests",
+        message=f"the {len(requests)} requests on record are not the ones this cell sent, by the hash of their prompts",
+        hint="lines of requests.jsonl are missing, doubled or from elsewhere; rerun this launch",
+    )
 
 
 def _check_complete(requests: Sequence[RequestRecord]) -> Finding | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from abharness.errors import LoadFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 MIN_POOL_TOKENS = 200
 """Fewest distinct token ids that prompts are drawn from; fewer would make them repeat themselves."""
@@ -129,4 +129,9 @@ def prompt_hash(prompt: Sequence[int]) -> str:
 
 def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
     """SHA-256 over the prompts' hashes, one a line in order: equal in two cells only if they sent the same work."""
-    return hashlib.sha256("\n".join(map(prompt_hash, prompts)).encode()).hexdigest()
+    return combined_hash(map(prompt_hash, prompts))
+
+
+def combined_hash(hashes: Iterable[str]) -> str:
+    """The hash of a sequence of prompts from the hashes of its prompts."""
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()

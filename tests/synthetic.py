@@ -10,6 +10,7 @@ from typing import Any
 
 from abharness import accuracy
 from abharness.plan import config_hash, launch_order
+from abharness.prompts import combined_hash
 from abharness.record import (
     AccuracyRun,
     CellRecord,
@@ -114,7 +115,7 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
         kind="decode",
         started_s=0,
         ended_s=44 / made.speed,
-        prompts_sha256=made.prompts,
+        prompts_sha256=combined_hash(one.prompt_sha256 for one in requests),
         client=ClientLoad(
             **{"cpu_share": 0.1, "loop_lag_p50_s": 0, "loop_lag_p99_s": 0, "chunks_per_s": 1, **made.client}
         ),

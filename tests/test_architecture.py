@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"errors"},
     "metrics": {"record"},
     "stats": set(),
-    "checks": {"record"},
+    "checks": {"prompts", "record"},
     "flips": {"record"},
     "answers": {"record"},
     "plan": {"record", "redaction", "spec"},

@@ -9,7 +9,7 @@ import pytest
 from abharness.checks import check_cell
 from abharness.errors import LoadFailed
 from abharness.loadgen import CellFailed, CellInterrupted, run_cell
-from abharness.prompts import build_prompts, prompt_hash, prompts_hash
+from abharness.prompts import build_prompts, combined_hash, prompt_hash, prompts_hash
 from abharness.record import CellRecord, ClientLoad, RequestRecord, ServerCounters
 from tests.benchmarks.loadgen import main as benchmark
 from tests.scripted_server import Answer, ScriptedServer, completion_stream, json_answer, sse
@@ -217,7 +217,8 @@ def request(**fields):
 
 def check(requests, *, client=IDLE, counters=None, kind="decode", input_len=1024, output_len=256):
     record = CellRecord(workload="w", kind=kind, input_len=input_len, output_len=output_len, max_concurrency=2, repeat=0,
-                        started_s=0.0, ended_s=9.0, prompts_sha256="x", client=client, counters=counters)  # fmt: skip
+                        started_s=0.0, ended_s=9.0, prompts_sha256=combined_hash(r.prompt_sha256 for r in requests),
+                        client=client, counters=counters)  # fmt: skip
     return check_cell(record, requests)
 
 
