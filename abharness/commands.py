@@ -17,7 +17,7 @@ from abharness.plan import Host, Plan, build_plan, describe
 from abharness.progress import Reporter
 from abharness.record import EnvironmentCheck
 from abharness.runner import Runner
-from abharness.runs import EVIDENCE_FILE, launches_dir, read_launch
+from abharness.runs import launches_dir, read_launch
 from abharness.spec import DesignSpec, ExperimentSpec, Primary
 from abharness.specload import load_spec, spec_warnings
 from abharness.storage import write_text_atomic
@@ -125,7 +125,7 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
     """Launch each variant once, without load, and check it.
 
     Raises:
-        AbharnessError: A variant could not be launched for a reason that is not about its switches.
+        AbharnessError: Nothing could be launched at all.
     """
     idle = spec.model_copy(
         update={"workloads": (), "design": DesignSpec(launches_per_variant=1, seed=spec.design.seed)}
@@ -136,18 +136,14 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
     with tempfile.TemporaryDirectory(prefix="abharness-verify-") as folder:
         run_dir = Path(folder)
         plan = build_plan(idle, host)
-        _execute(idle, plan, host, run_dir, reporter)
+        for planned in plan.launches:
+            # One at a time: a variant that fails must not keep the other from being checked.
+            _execute(idle, Plan(plan.config_hash, (planned,)), host, run_dir, reporter)
         texts: list[str] = []
         data: list[dict[str, Any]] = []
         codes: list[int] = []
         for planned in plan.launches:
             path = launches_dir(run_dir) / planned.label
-            if not (path / EVIDENCE_FILE).exists():
-                # The launch before it stopped the run.
-                texts.append(f"{planned.variant}\n  not launched\n")
-                data.append({"variant": planned.variant, "launched": False})
-                codes.append(4)
-                continue
             launch = read_launch(path)
             error = launch.record.error
             for check in launch.evidence.environment:
@@ -159,7 +155,6 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
             data.append(
                 {
                     "variant": planned.variant,
-                    "launched": True,
                     "checks": [check.model_dump(mode="json") for check in launch.evidence.environment],
                     "error": error.model_dump(mode="json") if error else None,
                 }

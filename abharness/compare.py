@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from abharness import metrics, stats
-from abharness.checks import CODES, check_accuracy, check_cell
+from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy, check_cell
 from abharness.errors import RecordError
 from abharness.flips import Flip, explain_flip
 from abharness.record import AnswerRecord, Finding, Variant
@@ -94,6 +94,7 @@ class Accuracy:
         identical_texts: Questions whose text is the same in the first launches of both variants.
         changed: Every question whose answer differs.
         flips_within: Questions on which launches of one variant disagree, by variant.
+        notes: Remarks on the accuracy row, for footnotes.
     """
 
     workload: str
@@ -385,6 +386,15 @@ def _accuracy(
         variant: dict(Counter(str(table[doc_id].state) for table in tables[variant] for doc_id in common))
         for variant in VARIANTS
     }
+    cut = {variant: states[variant].get("truncated", 0) for variant in VARIANTS}
+    asked = {variant: len(common) * len(tables[variant]) for variant in VARIANTS}
+    rates = [cut[variant] / asked[variant] if asked[variant] else 0.0 for variant in VARIANTS]
+    notes: tuple[str, ...] = ()
+    if abs(rates[0] - rates[1]) > TRUNCATION_LIMIT:
+        told = ", ".join(f"{variant} {cut[variant]} of {asked[variant]}" for variant in VARIANTS)
+        notes = (
+            f"answers were cut at max_tokens at different rates: {told}; raise max_tokens before judging accuracy",
+        )
     return Accuracy(
         workload=workload.name,
         num_questions=len(common),
@@ -401,6 +411,7 @@ def _accuracy(
         identical_texts=sum(first["baseline"][d].resps == first["candidate"][d].resps for d in common),
         changed=changed,
         flips_within={variant: len(part) for variant, part in within.items()},
+        notes=notes,
     )
 
 

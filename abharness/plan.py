@@ -158,7 +158,8 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
     for name, value in declared.items():
         if value is None:
             env.pop(name, None)
-    env["PATH"] = f"{host.pythons[variant].parent}:{env.get('PATH', '/usr/bin:/bin')}"
+    if "PATH" not in declared:
+        env["PATH"] = f"{host.pythons[variant].parent}:{env.get('PATH', '/usr/bin:/bin')}"
     not_passed = sorted(n for n in host.environ if n.startswith(SWITCH_PREFIXES) and n not in env and n not in declared)
     argv = (
         str(host.pythons[variant]), "-m", "vllm.entrypoints.cli.main", "serve", host.model,

@@ -71,8 +71,15 @@ def make_missing_parts(
         name = spec.python_of(variant)
         if name and name.startswith(PREFIX):
             environments.install(name, environ=environ, progress=progress)
-    if spec.server.model.startswith(PREFIX):
-        models.fetch(spec.server.model, python=host.pythons["baseline"], environ=environ, progress=progress)
+    if spec.server.model.startswith(PREFIX) and not models.is_fetched(spec.server.model, environ):
+        name = spec.server.model.removeprefix(PREFIX)
+        managed = [host.pythons[variant] for variant in VARIANTS if (spec.python_of(variant) or "").startswith(PREFIX)]
+        if not managed:
+            raise UsageError(
+                f"{spec.server.model} must be converted first, and no variant uses a managed environment to do it in",
+                hint=f"run: abharness model fetch {name}",
+            )
+        models.fetch(spec.server.model, python=managed[0], environ=environ, progress=progress)
 
 
 def server_versions(plan: Plan) -> dict[Variant, dict[str, str]]:

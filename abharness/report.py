@@ -101,6 +101,7 @@ def _accuracy_rows(item: Accuracy, notes: _Footnotes) -> list[list[str]]:
 
     word = {"worse": "worse ", "better": "better ", "~": "~ ", "no verdict": "no verdict "}[item.call]
     change = f"{word}(p={item.p:.3f}, McNemar {item.only_baseline}:{item.only_candidate})"
+    change += "".join(f" {notes.mark(note)}" for note in item.notes)
     rows = [["exact_match", *(share(item.right[variant]) for variant in VARIANTS), change]]
     for state in ("truncated", "no_answer", "error"):
         if any(item.states[variant].get(state) for variant in VARIANTS):

@@ -251,6 +251,24 @@ def test_h1_a_half_written_last_line_is_dropped_with_a_warning(tmp_path: Path, c
     assert "incomplete 7/8" in found["seen"][0]["finding"]["message"]
 
 
+@pytest.mark.parametrize("damage", ["lost", "doubled"])
+def test_h1_a_lost_or_doubled_request_line_makes_its_cell_no_verdict(damage: str, tmp_path: Path, capsys: Any) -> None:
+    run = write_run(tmp_path / "r", variants(SLOW, FAST))
+    path = run / "launches" / "0-baseline" / "requests.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1] if damage == "lost" else [*lines, lines[0]]))
+    code, found = compare(capsys, run)
+    assert (code, found["codes"]) == (3, ["incomplete_requests"])
+    assert headline(found)["call"] == "no verdict"
+
+
+def test_e6_variants_that_are_cut_at_different_rates_are_flagged(tmp_path: Path, capsys: Any) -> None:
+    run = write_run(tmp_path / "r", variants(SLOW, FAST, answers={0: "so 12*4=48. Then 48..."}))
+    main(["compare", str(run)])
+    out = capsys.readouterr().out
+    assert "cut at max_tokens at different rates: baseline 0 of 32, candidate 4 of 32" in out
+
+
 def test_e6_truncated_answers_are_shown_apart(tmp_path: Path, capsys: Any) -> None:
     cut = {0: "so 12*4=48. Then 48...", 1: "thinking about 1..."}
     run = write_run(tmp_path / "r", variants(SLOW, FAST, answers=cut))

@@ -90,6 +90,13 @@ def test_a_declared_unset_wins_over_the_base() -> None:
     assert all("LANG" not in launch.env for launch in plan.launches)
 
 
+@pytest.mark.parametrize("declared", ["/mine", None])
+def test_a_declared_path_is_passed_as_it_was_declared(declared: str | None) -> None:
+    text = SPEC.replace("GONE: null", f"PATH: {'null' if declared is None else declared}")
+    for launch in build_plan(parse_spec(text, "x.yaml"), host(PATH="/bin")).launches:
+        assert launch.env.get("PATH") == launch.expected["PATH"] == declared
+
+
 def test_b1_b2_no_cache_directory_is_shared_between_any_two_launches() -> None:
     launches = build_plan(spec(), host()).launches
     paths = [launch.env[name] for launch in launches for name in CACHE_VARIABLES]

@@ -375,6 +375,14 @@ def test_a_dataset_that_is_missing_is_told_before_any_launch(tmp_path: Path, cap
     assert list((tmp_path / "results").rglob("launch.json")) == []
 
 
+def test_a_managed_model_is_not_converted_in_an_interpreter_of_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("ABHARNESS_CACHE", str(tmp_path / "cache"))
+    assert run(tmp_path, "--set", "server.model=managed:smollm2") == 2
+    assert "abharness model fetch smollm2" in capsys.readouterr().err
+
+
 def test_an_interpreter_without_vllm_is_told_before_any_launch(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "fake.yaml"
     path.write_text(SPEC.replace(str(FAKE_SITE), "/nowhere"))

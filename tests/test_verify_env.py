@@ -145,3 +145,10 @@ def test_a_spec_whose_switch_is_lost_on_the_way_is_told(tmp_path: Path, capsys: 
     assert "FAKE_SWITCH: expected 'fast'" in out
     assert "started with 'slow'" in out
     assert "NOT verified" in out
+
+
+def test_a_failing_baseline_does_not_keep_the_candidate_from_being_checked(tmp_path: Path, capsys: Any) -> None:
+    lie = {"child_env": {"when": {"FAKE_SWITCH": None}, "FAKE_SWITCH": "slow"}}
+    code, found = verify(capsys, str(spec_file(tmp_path, **lie)))
+    assert code == 4
+    assert [bool(one["error"]) for one in found["variants"]] == [True, False]
