@@ -92,14 +92,31 @@ CODES: dict[str, Code] = {
         "a variant's answers fell through the floor: its speed is not a gain", "look at its answers in gsm8k.jsonl"
     ),
     "launch_failed": Code("a planned launch is missing or failed", "rerun with --resume"),
+    "one_witness": Code(
+        "the probe was not heard: the environment is proven by /proc alone",
+        "let abharness set PYTHONPATH and VLLM_PLUGINS load abharness_probe",
+        invalidates=False,
+    ),
+    "not_checked": Code(
+        "something could not be checked, and is unknown", "see the message for what and why", invalidates=False
+    ),
+    "follows": Code(
+        "resolved settings differ that are taken to follow from the declared difference",
+        "look at server_info.json of both variants",
+        invalidates=False,
+    ),
+    "effect_unproven": Code(
+        "the switch was delivered, and nothing shows that the server acts on it",
+        "add verify.expect_log with a line that only the switched server logs",
+        invalidates=False,
+    ),
     "accuracy_truncated": Code(
         "answers were cut at max_tokens and are neither right nor wrong", "raise max_tokens", invalidates=False
     ),
     "queueing": Code("requests wait in the server's queue", "raise --max-num-seqs", invalidates=False),
     "truthiness_risk": Code(
-        "the variants differ only in values that a careless reader takes for the same",
+        "the variants differ only in flag texts that a careless reader takes for the same, and no difference was shown",
         "leave the variable unset in the baseline (null)",
-        invalidates=False,
     ),
 }
 

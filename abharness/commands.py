@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abharness import compare, inspection, prepare, report
+from abharness import compare, inspection, prepare, probe, report
 from abharness.errors import UsageError
 from abharness.plan import Host, Plan, build_plan, describe
 from abharness.progress import Reporter
@@ -99,6 +99,7 @@ def run(
 
 
 def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, reporter: Reporter) -> None:
+    probe.install(host.probe_site)
     runner = Runner(
         spec,
         plan,

@@ -189,7 +189,7 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
     accuracy, answer_seen, floor_seen = _accuracies(sides, spec)
     whole = [
         *failed_launches(sides),
-        *launch_findings(sides),
+        *launch_findings(sides, spec),
         *differences(sides, spec, allow),
         *order_findings(first, second, spec, allow),
         *floor_seen,

@@ -96,6 +96,22 @@ def read_counters(base_url: str, *, timeout_s: float = 10.0) -> dict[str, float]
     return values or None
 
 
+def server_info(base_url: str, *, timeout_s: float = 60.0) -> tuple[dict[str, Any] | None, str | None]:
+    """The server's resolved configuration (`/server_info`, which vLLM has in dev mode).
+
+    Returns:
+        Its `vllm_config` and `vllm_env` as JSON data and None, or None and the reason.
+    """
+    try:
+        answer = json.loads(_fetch(f"{base_url.rstrip('/')}/server_info?config_format=json", timeout_s))
+    except (OSError, ValueError) as error:
+        return None, f"/server_info did not answer: {error}"
+    parts = {name: answer.get(name) for name in ("vllm_config", "vllm_env")} if isinstance(answer, dict) else {}
+    if not isinstance(parts.get("vllm_config"), dict):
+        return None, "/server_info answered without a structured vllm_config"
+    return parts, None
+
+
 def counters_delta(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> ServerCounters | None:
     """Difference of two readings of `read_counters`.
 

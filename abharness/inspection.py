@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from abharness import procfs, verify
+from abharness import judge, procfs, verify
 from abharness.errors import UsageError
 from abharness.plan import SWITCH_PREFIXES
 from abharness.record import EnvironmentCheck, ProcessWitness
@@ -103,19 +103,23 @@ def servers_text(views: Sequence[ServerView]) -> str:
 def check_text(label: str, check: EnvironmentCheck) -> str:
     """One check as a table: variable, expected, what each process was started with."""
     lines = [label]
+    reports = judge.reports_by_pid(check)
     for name, value in check.expected.items():
         lines.append(f"  {name}: expected {_shown(value)}")
         for one in check.processes:
             if one.state != "ok":
                 lines.append(f"    {one.pid} {one.name}: {one.state}: {one.reason}")
             else:
-                lines.append(f"    {one.pid} {one.name}: started with {_shown(one.started_with.get(name))}")
+                now = f", has now {_shown(reports[one.pid].environ.get(name))}" if one.pid in reports else ""
+                lines.append(f"    {one.pid} {one.name}: started with {_shown(one.started_with.get(name))}{now}")
     for pattern, line in check.log_matches.items():
         lines.append(f"  log {pattern!r}: {line if line else 'no line matches'}")
-    for plugin, roles in check.plugins.items():
-        lines.append(f"  plugin {plugin}: loaded in {', '.join(roles) or 'no process'}")
+    for plugin, pids in check.plugins.items():
+        inside = {pid for pid, report in reports.items() if plugin in report.plugins}
+        loaded = [f"{one.pid} {one.name}" for one in check.processes if one.pid in {*pids, *inside}]
+        lines.append(f"  plugin {plugin}: loaded in {', '.join(loaded) or 'no process'}")
     lines += [f"  {finding.code}: {finding.message}" for finding in check.findings]
-    lines.append("  verified" if not check.findings else "  NOT verified")
+    lines.append("  NOT verified" if any(finding.fatal for finding in check.findings) else "  verified")
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from abharness import accuracy, endpoints, loadgen, prompts, resources, server, verify
+from abharness import accuracy, endpoints, judge, loadgen, prompts, server, verify, witness
 from abharness.ask import Reply, ask, first_completion
 from abharness.checks import check_cell
 from abharness.errors import AbharnessError, LaunchError, LoadFailed, VerificationFailed
@@ -32,11 +32,11 @@ from abharness.record import (
     RequestRecord,
     Variant,
 )
-from abharness.redaction import redact
-from abharness.runs import ANSWERS_FILE, EVIDENCE_FILE, LAUNCH_FILE, LOG_FILE, REQUESTS_FILE
+from abharness.redaction import redact, redact_data
+from abharness.runs import ANSWERS_FILE, EVIDENCE_FILE, LAUNCH_FILE, LOG_FILE, REQUESTS_FILE, SERVER_INFO_FILE
 from abharness.signals import interrupts_held
 from abharness.spec import SENTINEL_VARIABLE, ExperimentSpec, Gsm8kWorkload
-from abharness.storage import append_lines, write_model
+from abharness.storage import append_lines, write_json, write_model
 from abharness.telemetry import Gpu
 
 WARMUP_OUTPUT_LEN = 64
@@ -112,6 +112,7 @@ class LaunchExecution:
         log_tail: list[str] = []
         self.folder.mkdir(parents=True)
         self.planned.tmp_dir.mkdir(parents=True)
+        self.planned.probe_dir.mkdir()
         vllm = server.VllmServer(self._command())
         try:
             self.evidence = self.evidence.model_copy(update=self._gpu_evidence())
@@ -166,6 +167,7 @@ class LaunchExecution:
         self.run.reporter.note(f"ready after {self.ready_s:.0f} s")
         self.evidence = self.evidence.model_copy(update={"socket_owner_pid": vllm.socket_owner_pid})
         self._verify(vllm, "before_load")
+        self._save_server_info()
         if self.spec.workloads:
             pool = endpoints.token_pool(self.base_url, self.planned.served_model_name)
             self.token_pool = pool.tokens
@@ -181,6 +183,13 @@ class LaunchExecution:
         if reason:
             raise LoadFailed(f"the server no longer answers after the load: {reason}", log_tail=vllm.log_tail(40))
         self._verify(vllm, "after_load")
+
+    def _save_server_info(self) -> None:
+        """The resolved configuration, asked for before anything is timed: the answer takes the server seconds."""
+        info, absent = endpoints.server_info(self.base_url)
+        if info is not None:
+            write_json(self.folder / SERVER_INFO_FILE, redact_data(info))
+        self.evidence = self.evidence.model_copy(update={"server_info_absent": absent})
 
     def _check_lengths(self, max_model_len: int | None) -> None:
         """The server's own limit, where the spec did not set one: refused before load, not failed in the middle."""
@@ -199,12 +208,17 @@ class LaunchExecution:
         check = verify.check_environment(
             when=when,
             root_pid=vllm.pid,
+            launched=self.planned.env,
             known=vllm.known(),
             expected=self.planned.expected,
             sentinel=(SENTINEL_VARIABLE, self.planned.sentinel),
             log_text=vllm.log_text(),
             expect_log=self.spec.verify.expect_log.get(self.planned.variant, ()),
             plugins=self.spec.verify.plugins.get(self.planned.variant, ()),
+            probes=witness.hear(self.planned.probe_dir),
+            probe_absent=self.planned.probe_absent,
+            caches={name: str(path) for name, path in self.planned.cache_dirs.items()},
+            gpu_pids={uuid: self.run.gpu.compute_pids(uuid) for uuid in self.run.gpu.uuids()},
         )
         self.evidence = self.evidence.model_copy(update={"environment": [*self.evidence.environment, check]})
         fatal = [finding for finding in check.findings if finding.fatal]
@@ -357,7 +371,7 @@ class LaunchExecution:
                 caches, touched = vllm.cache_evidence(), vllm.defaults_touched()
                 found = {"caches": caches, "default_caches_touched": touched, "shared_memory_left": vllm.leftovers()}
                 self.evidence = self.evidence.model_copy(update=found)
-                self.findings += resources.check_caches_used(caches, touched)
+                self.findings += judge.judge_caches(caches, touched)
         # An error on its way up belongs to the phase it came from.
         self.phase = before
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shlex
 import tempfile
@@ -20,6 +21,8 @@ from abharness.record import Variant
 from abharness.redaction import redact
 from abharness.spec import (
     CACHE_VARIABLES,
+    PROBE_PLUGIN,
+    PROBE_VARIABLE,
     SENTINEL_VARIABLE,
     VARIANTS,
     DecodeWorkload,
@@ -53,7 +56,8 @@ class Host:
         pythons: Interpreter of each variant.
         model: Path or hub name as the server gets it.
         port: Loopback port of every launch of the run.
-        scratch: Folder for caches and temporary files; short, because sockets live below it.
+        scratch: Folder for caches and temporary files, without symlinks; short, because sockets live below it.
+        probe_site: Folder that brings the probe to any interpreter.
         run_token: Unique text of this run; sentinels and served model names are made from it.
         environ: The caller's environment.
     """
@@ -62,6 +66,7 @@ class Host:
     model: str
     port: int
     scratch: Path
+    probe_site: Path
     run_token: str
     environ: Mapping[str, str]
 
@@ -77,6 +82,8 @@ class PlannedLaunch:
         not_passed: Switch-like names the caller has and this server is not given.
         cache_dirs: Cache variable -> this launch's own directory.
         tmp_dir: `TMPDIR` of the launch.
+        probe_dir: Where its processes report about themselves.
+        probe_absent: Why the probe cannot be brought into it, or None.
     """
 
     index: int
@@ -91,6 +98,8 @@ class PlannedLaunch:
     port: int
     cache_dirs: Mapping[str, Path]
     tmp_dir: Path
+    probe_dir: Path
+    probe_absent: str | None
 
     @property
     def label(self) -> str:
@@ -148,6 +157,9 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
         # Renamed processes keep their environment block readable.
         "SPT_NOENV": "1",
         SENTINEL_VARIABLE: sentinel,
+        PROBE_VARIABLE: str(home / "probe"),
+        # Gives /server_info, which tells the resolved configuration; it changes nothing but routes.
+        "VLLM_SERVER_DEV_MODE": "1",
         "TMPDIR": str(home / "tmp"),
         "PYTHONUNBUFFERED": "1",
         # vLLM would otherwise report its usage over the network while it is being measured.
@@ -158,6 +170,10 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
     for name, value in declared.items():
         if value is None:
             env.pop(name, None)
+    absent = _probe_absent(declared)
+    if absent is None:
+        env["PYTHONPATH"] = os.pathsep.join(part for part in (env.get("PYTHONPATH"), str(host.probe_site)) if part)
+    expected = {**declared, **({"PYTHONPATH": env["PYTHONPATH"]} if declared.get("PYTHONPATH") is not None else {})}
     if "PATH" not in declared:
         env["PATH"] = f"{host.pythons[variant].parent}:{env.get('PATH', '/usr/bin:/bin')}"
     not_passed = sorted(n for n in host.environ if n.startswith(SWITCH_PREFIXES) and n not in env and n not in declared)
@@ -171,7 +187,7 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
         variant=variant,
         argv=argv,
         env=env,
-        expected=declared,
+        expected=expected,
         inherited=inherited,
         not_passed=tuple(not_passed),
         served_model_name=served_model_name,
@@ -179,15 +195,29 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
         port=host.port,
         cache_dirs=cache_dirs,
         tmp_dir=home / "tmp",
+        probe_dir=home / "probe",
+        probe_absent=absent,
     )
+
+
+def _probe_absent(declared: Mapping[str, str | None]) -> str | None:
+    """Why the declared environment keeps the probe out, or None."""
+    if "PYTHONPATH" in declared and declared["PYTHONPATH"] is None:
+        return "PYTHONPATH is declared as unset"
+    named = declared.get("VLLM_PLUGINS")
+    if named is not None and PROBE_PLUGIN not in named.split(","):
+        return f"VLLM_PLUGINS={named!r} does not name {PROBE_PLUGIN}"
+    return None
 
 
 def default_caches(env: Mapping[str, str]) -> list[Path]:
     """Where a server with this environment would keep compiled code if the cache variables were not honoured."""
     home = Path(env.get("HOME", "/root"))
     user = env.get("USER") or env.get("LOGNAME") or "root"
-    below = (".cache/vllm", ".triton", ".cache/flashinfer", ".nv/ComputeCache", ".cache/torch_extensions")
-    return [*(home / path for path in below), Path(tempfile.gettempdir()) / f"torchinductor_{user}"]
+    caches = [home / ".cache", *([Path(env["XDG_CACHE_HOME"])] if env.get("XDG_CACHE_HOME") else [])]
+    below = [cache / name for cache in caches for name in ("vllm", "flashinfer", "torch_extensions", "torch/inductor")]
+    own = [home / ".triton", home / ".nv/ComputeCache"]
+    return [*below, *own, Path(tempfile.gettempdir()) / f"torchinductor_{user}"]
 
 
 @dataclass(frozen=True, slots=True)

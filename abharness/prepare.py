@@ -30,12 +30,14 @@ def make_host(spec: ExperimentSpec, environ: Mapping[str, str]) -> Host:
         UsageError: An interpreter or model that cannot exist.
     """
     token = secrets.token_hex(4)
+    # Short: vLLM's sockets live below it, and a socket path ends at 107 bytes.
+    scratch = Path(tempfile.gettempdir()).resolve() / f"ab-{token}"
     return Host(
         pythons={variant: environments.resolve_python(spec.python_of(variant), environ) for variant in VARIANTS},
         model=models.resolve_model(spec.server.model, environ),
         port=spec.server.port or free_port(),
-        # Short: vLLM's sockets live below it, and a socket path ends at 107 bytes.
-        scratch=Path(tempfile.gettempdir()) / f"ab-{token}",
+        scratch=scratch,
+        probe_site=scratch / "site",
         run_token=token,
         environ=environ,
     )

@@ -281,6 +281,19 @@ def files_in_use(pid: int, under: str) -> set[str]:
     return {path for path in found if path.startswith(under) and not path.endswith(" (deleted)")}
 
 
+def uses_gpu(pid: int) -> bool:
+    """Whether a process that can be seen here may be on an NVIDIA GPU: it has a device file open, or forbids the look."""
+    if process(pid) is None:
+        return False
+    try:
+        next((PROC / str(pid) / "fd").iterdir(), None)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return any(link.startswith("/dev/nvidia") for link in _open_files(pid))
+
+
 def port_open(host: str, port: int) -> bool:
     """Whether something accepts a TCP connection there; nothing is sent."""
     try:

@@ -255,8 +255,11 @@ class ProcessWitness(Model):
         name: Its title as it stands now, cut to 80 characters.
         state: `ok`: environment read whole, sentinel seen. `unreadable`: see `reason`. `gone`: it ended meanwhile.
         reason: Why the block proves nothing (wiped, empty, no permission, sentinel missing, ...).
-        started_with: Value of each variable of interest in the exec-time block; None is proven unset. Empty unless
+        started_with: Value of each declared variable in the exec-time block; None is proven unset. Empty unless
             `state` is `ok`.
+        role: What it does in the server: `server`, `EngineCore`, `Worker...`, or `process`.
+        undeclared: Variables beyond the declared ones whose exec-time value is not the launched one: the value, or None
+            where the launched variable is missing.
     """
 
     pid: int
@@ -266,6 +269,63 @@ class ProcessWitness(Model):
     state: ReadState
     reason: str | None = None
     started_with: dict[str, str | None] = {}
+    role: str = "process"
+    undeclared: dict[str, str | None] = {}
+
+
+class LoadedModule(Model):
+    """One imported module as its process sees it; None where it does not say."""
+
+    version: str | None = None
+    file: str | None = None
+
+
+class ProbeReport(Model):
+    """What `abharness.probe` wrote inside one process of the server.
+
+    Attributes:
+        start_ticks: With `pid` it names one process for good.
+        name: Name of the process in Python's `multiprocessing`.
+        reason: `asked`: the answer to this check's question. `start`, `fork`: written then, and not answered since.
+        deaf: Why it cannot answer questions, or None.
+        environ: `os.environ` at that moment, secrets redacted.
+        modules: The libraries that matter, of those imported.
+        plugins: General plugins loaded in this process.
+        cache_dirs: Cache directories that loaded libraries say they use, by the variable that should name them.
+        gpu_uuids: GPUs that CUDA shows this process, or None with the reason in `gpu_absent`.
+    """
+
+    pid: int
+    ppid: int
+    start_ticks: int
+    name: str
+    reason: Literal["start", "fork", "asked"]
+    nonce: str | None = None
+    deaf: str | None = None
+    executable: str
+    python: str
+    environ: dict[str, str]
+    modules: dict[str, LoadedModule]
+    plugins: list[str]
+    cache_dirs: dict[str, str]
+    gpu_uuids: list[str] | None = None
+    gpu_absent: str | None = None
+
+
+class GpuHolder(Model):
+    """A process with a compute context on a GPU of the launch.
+
+    Attributes:
+        pid: As the driver numbers it.
+        name: Its title, where it can be seen from here.
+        whose: `ours`: of the verified tree. `foreign`: another process of this machine. `unknown`: the driver's number
+            names no process that can be seen here (another pid namespace).
+    """
+
+    uuid: str
+    pid: int
+    name: str
+    whose: Literal["ours", "foreign", "unknown"]
 
 
 class EnvironmentCheck(Model):
@@ -274,17 +334,29 @@ class EnvironmentCheck(Model):
     Attributes:
         when: `before_load`, `after_load` or `attached`.
         expected: Declared variables; None means must be unset.
-        processes: Every process of the tree.
+        processes: Every process of the tree: the first witness, `/proc`.
+        probes: What the probe says of the processes of the tree: the second witness.
+        probe_absent: Why the probe was not brought into this launch; None when it was.
+        gpu_holders: Who has a compute context on the launch's GPUs.
         log_matches: Each expected log pattern with the line that matched, or None.
-        plugins: Each required plugin with the process roles whose log shows that it loaded.
-        findings: Empty when everything declared was seen.
+        log_doubts: Lines that call an environment variable unknown or ignored.
+        log_cache_loads: Lines that say that compiled code was loaded from a cache.
+        plugins: Each required plugin with the ids of the processes that show it as loaded.
+        plugin_failures: Each required plugin whose loading failed by the log, with that line.
+        findings: What follows; empty when everything declared was seen. `compare` draws it again from the rest.
     """
 
     when: Literal["before_load", "after_load", "attached"]
     expected: dict[str, str | None]
     processes: list[ProcessWitness]
+    probes: list[ProbeReport] = []
+    probe_absent: str | None = None
+    gpu_holders: list[GpuHolder] = []
     log_matches: dict[str, str | None] = {}
-    plugins: dict[str, list[str]] = {}
+    log_doubts: list[str] = []
+    log_cache_loads: list[str] = []
+    plugins: dict[str, list[int]] = {}
+    plugin_failures: dict[str, str] = {}
     findings: list[Finding] = []
 
 
@@ -296,6 +368,7 @@ class CacheEvidence(Model):
         files_before: Files in it before the launch; 0 or the launch fails.
         files_after: Files in it after the launch.
         bytes_after: Their size.
+        older: Files that were written before the launch began: somebody put them there.
     """
 
     variable: str
@@ -303,6 +376,7 @@ class CacheEvidence(Model):
     files_before: int
     files_after: int | None = None
     bytes_after: int | None = None
+    older: list[str] = []
 
 
 class Evidence(Model):
@@ -317,6 +391,7 @@ class Evidence(Model):
         shared_memory_left: Names in /dev/shm that appeared during the launch and are not provably its own.
         gpu_uuids: GPUs the launch could use; None with a reason in `gpu_absent` where there is none.
         server_versions: What the server's interpreter reports: `python`, `vllm`, `torch`, ...
+        server_info_absent: Why the server's resolved configuration is not on record (`server_info.json`), or None.
     """
 
     server_pid: int | None = None
@@ -328,6 +403,7 @@ class Evidence(Model):
     gpu_uuids: list[str] | None = None
     gpu_absent: str | None = None
     server_versions: dict[str, str] = {}
+    server_info_absent: str | None = None
 
 
 class Failure(Model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from typing import Any
 
 SECRET_NAME = re.compile(
     r"(^|_)(API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH|CREDENTIAL|KEY|PASS|PASSWD|PASSWORD|SECRET|TOKEN)S?(_|$)",
@@ -23,6 +24,15 @@ def hidden(name: str, value: str) -> str:
     if SECRET_NAME.search(name):
         return f"<redacted {hashlib.sha256(value.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}>"
     return printable(_URL_PASSWORD.sub(r"\1<redacted>@", value))
+
+
+def redact_data(data: Any, name: str = "") -> Any:
+    """JSON data as it may be written: texts below a secret's name are hidden."""
+    if isinstance(data, dict):
+        return {printable(str(key)): redact_data(value, str(key)) for key, value in data.items()}
+    if isinstance(data, list):
+        return [redact_data(value, name) for value in data]
+    return hidden(name, data) if isinstance(data, str) else data
 
 
 def redact(env: Mapping[str, str]) -> dict[str, str]:

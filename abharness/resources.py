@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from abharness import procfs
 from abharness.errors import PreflightError
-from abharness.record import CacheEvidence, Finding
+from abharness.record import CacheEvidence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where the C library keeps named segments and semaphores
 # Names that Python's multiprocessing gives its segments and semaphores.
@@ -27,6 +27,10 @@ POLL_S = 0.1
 GPU_MEMORY_TOLERANCE_BYTES = 512 * 2**20
 GPU_IDLE_LIMIT_BYTES = 2 * 2**30
 WALK_LIMIT = 200_000
+CLOCK_TICK_S = 0.02
+"""Time stamps of files are taken from a clock that is up to one kernel tick behind, seconds."""
+OLDER_KEPT = 20
+"""Paths of files older than the launch that go into the record."""
 
 
 class GpuMemory(Protocol):
@@ -138,39 +142,27 @@ def check_gpu_free(gpu: GpuMemory) -> None:
             )
 
 
-def check_caches_used(caches: Sequence[CacheEvidence], defaults_touched: Sequence[str]) -> list[Finding]:
-    """Say whether the redirection of the caches worked: own directories used, default locations untouched."""
-    findings: list[Finding] = []
-    if caches and not any(cache.files_after for cache in caches):
-        findings.append(
-            Finding(
-                code="compile_cache_reused",
-                message=f"none of the launch's {len(caches)} cache directories was used",
-                hint="the server keeps its caches elsewhere: look for code that overrides the cache variables",
-            )
-        )
-    if defaults_touched:
-        findings.append(
-            Finding(
-                code="compile_cache_reused",
-                message=f"{len(defaults_touched)} file(s) below the default cache locations changed during the launch, "
-                f"for example {defaults_touched[0]}",
-                hint="the server ignores a cache variable, or another program compiled meanwhile: look at the files",
-            )
-        )
-    return findings
+def measure_cache(before: CacheEvidence, since: float) -> CacheEvidence:
+    """The same cache directory with what it holds now.
 
-
-def measure_cache(before: CacheEvidence) -> CacheEvidence:
-    """The same cache directory with what it holds now."""
+    Args:
+        before: What is known of it.
+        since: When the launch began, seconds since the epoch: an older file was not written by its server.
+    """
     sizes = []
+    older: list[str] = []
     for folder, _, names in os.walk(Path(before.path).expanduser().resolve()):
         for name in names:
+            path = Path(folder, name)
             try:
-                sizes.append(Path(folder, name).lstat().st_size)
+                state = path.lstat()
             except FileNotFoundError:
                 continue  # temporary files come and go while it compiles
-    return before.model_copy(update={"files_after": len(sizes), "bytes_after": sum(sizes)})
+            sizes.append(state.st_size)
+            if state.st_mtime < since - CLOCK_TICK_S:
+                older.append(str(path))
+    found = {"files_after": len(sizes), "bytes_after": sum(sizes), "older": older[:OLDER_KEPT]}
+    return before.model_copy(update=found)
 
 
 def changed_files(folders: Iterable[Path], since: float) -> list[str]:
@@ -183,8 +175,7 @@ def changed_files(folders: Iterable[Path], since: float) -> list[str]:
     Returns:
         Their paths. When there are too many files to look at, the last entry says so.
     """
-    # Time stamps of files are taken from a clock that is up to one kernel tick behind.
-    since -= 0.02
+    since -= CLOCK_TICK_S
     changed: list[str] = []
     seen = 0
     for top in folders:

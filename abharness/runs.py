@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from abharness.errors import RecordError
 from abharness.record import (
@@ -22,7 +23,7 @@ from abharness.record import (
     RunRecord,
     Variant,
 )
-from abharness.storage import read_lines, read_model
+from abharness.storage import read_json, read_lines, read_model
 
 RUN_FILE = "experiment.json"
 LAUNCH_FILE = "launch.json"
@@ -30,6 +31,7 @@ REQUESTS_FILE = "requests.jsonl"
 ANSWERS_FILE = "gsm8k.jsonl"
 EVIDENCE_FILE = "evidence.json"
 LOG_FILE = "server.log"
+SERVER_INFO_FILE = "server_info.json"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -60,6 +62,7 @@ class Launch:
     Attributes:
         requests: Requests by cell and repeat.
         answers: Answers by workload.
+        server_info: The server's resolved configuration, or None where it is not on record.
     """
 
     path: Path
@@ -67,6 +70,7 @@ class Launch:
     evidence: Evidence
     requests: dict[tuple[CellKey, int], list[RequestRecord]]
     answers: dict[str, list[AnswerRecord]]
+    server_info: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -131,7 +135,9 @@ def read_launch(path: Path) -> Launch:
         warnings += dropped
         for reply in replies:
             answers[reply.workload].append(reply)
-    return Launch(path, record, evidence, dict(requests), dict(answers), tuple(warnings))
+    info_file = path / SERVER_INFO_FILE
+    info = read_json(info_file) if info_file.exists() else None
+    return Launch(path, record, evidence, dict(requests), dict(answers), info, tuple(warnings))
 
 
 def read_run(path: Path) -> Run:

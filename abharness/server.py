@@ -300,7 +300,7 @@ class VllmServer:
 
     def cache_evidence(self) -> list[CacheEvidence]:
         """What each cache directory holds now."""
-        return [measure_cache(one) for one in self._caches]
+        return [measure_cache(one, self._started_wall) for one in self._caches]
 
     def defaults_touched(self) -> list[str]:
         """Files below the watched default cache locations that changed since the start; the walk is bounded."""

@@ -27,9 +27,16 @@ CACHE_VARIABLES: dict[str, str] = {
 SENTINEL_VARIABLE = "ABHARNESS_LAUNCH"
 """Set to a unique value in every launch: a process whose environment block shows it was read whole."""
 
+PROBE_VARIABLE = "ABHARNESS_PROBE_DIR"
+"""Folder into which the processes of a launch report about themselves (`probe`, which must not import this)."""
+
+PROBE_PLUGIN = "abharness_probe"
+"""Name of the probe among vLLM's general plugins."""
+
 OWNED_VARIABLES: dict[str, str] = {
     **dict.fromkeys(CACHE_VARIABLES, "every launch gets a new, empty directory"),
     SENTINEL_VARIABLE: "it proves which launch a process belongs to",
+    PROBE_VARIABLE: "the probe reports there",
     "SPT_NOENV": "it keeps renamed processes readable",
     "TMPDIR": "every launch gets its own",
 }
@@ -233,6 +240,19 @@ class ExperimentSpec(_Strict):
     def python_of(self, variant: Variant) -> str | None:
         """The interpreter a variant names."""
         return self.variants[variant].python or self.server.python
+
+    def canonical_args(self, variant: Variant) -> list[tuple[str, str | None]]:
+        """The same in one spelling: `--max-num-seqs=16`, `--max_num_seqs 16` and `--max-num-seqs 16` are one argument."""
+        found: list[tuple[str, str | None]] = []
+        for arg in self.merged_args(variant):
+            if arg.startswith("-"):
+                flag, equals, value = arg.partition("=")
+                found.append((flag.replace("_", "-"), value if equals else None))
+            elif found and found[-1][1] is None:
+                found[-1] = (found[-1][0], arg)
+            else:
+                found.append(("", arg))
+        return sorted(found, key=lambda item: item[0])  # stable: of a flag given twice the last one counts
 
     def switches(self) -> dict[str, dict[Variant, str | None]]:
         """Variables whose declared value differs between the variants: what the experiment is about."""

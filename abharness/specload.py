@@ -20,6 +20,7 @@ from abharness.record import Finding
 from abharness.spec import (
     OWNED_ARGS,
     OWNED_VARIABLES,
+    PROBE_PLUGIN,
     VARIANTS,
     DecodeWorkload,
     DesignSpec,
@@ -99,6 +100,17 @@ def spec_warnings(spec: ExperimentSpec) -> list[Finding]:
                         hint=f"raise --max-num-seqs to {most} or lower max_concurrency",
                     )
                 )
+    for variant in VARIANTS:
+        named = spec.merged_env(variant).get("VLLM_PLUGINS")
+        if named is not None and PROBE_PLUGIN not in named.split(","):
+            findings.append(
+                Finding(
+                    code="one_witness",
+                    message=f"{variant}: VLLM_PLUGINS={named!r} keeps the probe out: the environment is proven by /proc "
+                    "alone, which does not show what a process changes after its start",
+                    hint=f"VLLM_PLUGINS: {','.join(part for part in (named, PROBE_PLUGIN) if part)!r}",
+                )
+            )
     if spec.design.order == "ab" and spec.design.launches_per_variant > 1:
         findings.append(
             Finding(
@@ -263,7 +275,7 @@ def _cross_checks(spec: ExperimentSpec, located: yamlload.Located) -> list[str]:
         if any(name in spec.merged_env(variant) for variant in VARIANTS):
             tell(("server", "inherit", index), f"{name} is also given in env; keep one of the two")
     same = all(
-        (spec.merged_args("baseline") == spec.merged_args("candidate"),
+        (spec.canonical_args("baseline") == spec.canonical_args("candidate"),
          spec.python_of("baseline") == spec.python_of("candidate"),
          not spec.switches())
     )  # fmt: skip

@@ -38,9 +38,14 @@ def write_text_atomic(path: Path, text: str) -> None:
         raise
 
 
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON data, indented, atomically; NaN and infinity are refused."""
+    write_text_atomic(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
 def write_model(path: Path, model: Model) -> None:
     """Write one record as indented JSON, atomically."""
-    write_text_atomic(path, json.dumps(model.model_dump(mode="json"), indent=1, allow_nan=False) + "\n")
+    write_json(path, model.model_dump(mode="json"))
 
 
 def append_lines(path: Path, lines: Sequence[Model]) -> None:
@@ -70,11 +75,11 @@ def _no_constants(_constant: str) -> None:
     return None
 
 
-def read_model(path: Path, kind: type[M]) -> M:
-    """Read one JSON record; bare NaN and infinities are read as missing.
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON object; bare NaN and infinities are read as missing.
 
     Raises:
-        RecordError: Missing, not JSON, of a newer schema version, or not of this shape.
+        RecordError: Missing, not JSON, or no object.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -86,6 +91,16 @@ def read_model(path: Path, kind: type[M]) -> M:
         raise RecordError(f"{path}: not JSON: {error}", hint="the file is damaged; rerun with --resume") from error
     if not isinstance(data, dict):
         raise RecordError(f"{path}: a JSON object was expected, found {type(data).__name__}")
+    return data
+
+
+def read_model(path: Path, kind: type[M]) -> M:
+    """Read one JSON record.
+
+    Raises:
+        RecordError: Missing, not JSON, of a newer schema version, or not of this shape.
+    """
+    data = read_json(path)
     try:
         return kind.model_validate(_migrate(data, path))
     except ValidationError as error:

@@ -1,9 +1,8 @@
 """What was declared against what is observed: pids, expected values and log text in, an `EnvironmentCheck` out.
 
-Two witnesses are heard here: `/proc/<pid>/environ` of every process of the server's tree (what it was *started with*),
-and the server's log. Every doubt is a finding: a block that cannot be read whole is `env_unverifiable`, never "unset";
-a value other than the declared one is `env_mismatch`; a variable that arrived and that the server says it does not know
-is `switch_not_recognised`. Unset, empty, "0" and "false" are four different values.
+Three witnesses are heard: `/proc/<pid>/environ` of every process of the server's tree (what it was *started with*), the
+probe's reports from inside those processes (what they have *now*), and the server's log. What they show is recorded;
+`judge` says what follows.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from abharness import procfs
-from abharness.record import EnvironmentCheck, Finding, ProcessWitness
-from abharness.redaction import hidden, printable
+from abharness.judge import FLAG_TEXTS, judge_check, recordable, role_by_title
+from abharness.record import EnvironmentCheck, Finding, GpuHolder, ProbeReport, ProcessWitness
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,82 +28,102 @@ NOT_KNOWN = re.compile(
 )
 VARIABLE_WORDS = re.compile(r"env(?:ironment)?[ _-]?var", re.IGNORECASE)
 CACHE_LOADED = re.compile(r"Directly load (?:the compiled graph|AOT compilation)")
-FLAG_TEXTS = frozenset({"", "0", "1", "false", "true", "no", "yes", "off", "on"})
+LINE_KEPT = 400
+"""Characters of a log line that go into the record."""
+LINES_KEPT = 50
+"""Lines of one kind that go into the record."""
 
 
 @dataclass(frozen=True, slots=True)
-class LogCheck:
-    """What the log says about the declared things.
+class LogFacts:
+    """What a server's log says that bears on the declared things; lines are cut to 400 characters.
 
     Attributes:
         matches: Each expected pattern with the first line that matched, or None.
+        doubts: Lines that call an environment variable unknown, unsupported or ignored.
+        cache_loads: Lines about compiled code loaded from a cache.
         roles: Process id to role, from the line prefixes.
+        plugins: Each plugin asked for with the processes whose lines show it as loaded.
+        plugin_failures: Each plugin asked for that failed to load, with that line.
     """
 
     matches: dict[str, str | None]
+    doubts: list[str]
+    cache_loads: list[str]
     roles: dict[int, str]
-    findings: list[Finding]
+    plugins: dict[str, list[int]]
+    plugin_failures: dict[str, str]
 
 
 def check_environment(
     *,
     when: Literal["before_load", "after_load"],
     root_pid: int,
+    launched: Mapping[str, str],
     expected: Mapping[str, str | None],
     sentinel: tuple[str, str],
     log_text: str,
     expect_log: Sequence[str] = (),
     plugins: Sequence[str] = (),
-    loaded_plugins: Mapping[int, Collection[str]] | None = None,
     known: Iterable[tuple[int, int]] = (),
+    probes: Sequence[ProbeReport] = (),
+    probe_absent: str | None = None,
+    caches: Mapping[str, str] | None = None,
+    gpu_pids: Mapping[str, Collection[int]] | None = None,
     fresh_caches: bool = True,
 ) -> EnvironmentCheck:
-    """Verify one launch: every process of its tree, and its log.
+    """Verify one launch: every process of its tree, by every witness there is.
 
     Args:
         when: Before or after the load.
         root_pid: The server process we started.
+        launched: The whole environment it was launched with.
         expected: Declared variables; None means must be unset.
         sentinel: Name and value of the variable that only this launch has; a block without it proves nothing.
         log_text: The server's log so far.
         expect_log: Regular expressions, each of which must match a line of the log.
         plugins: Plugins that must be loaded in the engine and in every worker.
-        loaded_plugins: Process id to names of plugins loaded there, as reported from inside those processes.
         known: `(pid, start_ticks)` of processes seen in the tree earlier: they are checked though re-parented.
+        probes: What the probe reports from inside the processes.
+        probe_absent: Why the probe was not brought into the launch, or None.
+        caches: Cache variable -> the launch's own directory.
+        gpu_pids: GPU UUID -> processes with a compute context there, as the driver numbers them; None without a GPU.
         fresh_caches: The launch began with empty compile caches, so nothing can have been loaded from one.
 
     Returns:
         The check; its findings are empty when everything declared was seen.
     """
-    log = check_log(log_text, names=expected, expect_log=expect_log, fresh_caches=fresh_caches)
+    log = read_log(log_text, expect_log=expect_log, plugins=plugins)
     everything = {one.pid: one for one in [*procfs.tree(root_pid), *procfs.carrying(*sentinel)]}
     for pid, ticks in known:
         seen = procfs.process(pid)
         if seen is not None and seen.start_ticks == ticks:
             everything.setdefault(pid, seen)
-    witnesses = [_witness(everything[pid], expected, sentinel) for pid in sorted(everything)]
-    roles = {witness.pid: _role(witness, log.roles, root_pid) for witness in witnesses}
-    findings = _judge(witnesses, roles, expected)
-    alive = [witness for witness in witnesses if witness.state != "gone"]
-    if not alive:
-        findings.append(_unverifiable(f"no process is left of the tree of pid {root_pid}", "the server has ended"))
-    elif not any(_runs_model(roles[witness.pid]) for witness in alive):
-        seen_roles = ", ".join(f"pid {witness.pid} {witness.name!r}" for witness in alive)
-        findings.append(
-            _unverifiable(
-                f"no process of the tree shows itself as the engine, by title or in the log; seen: {seen_roles}",
-                "the engine has died, or runs outside the server's process tree (Ray, another host)",
-            )
-        )
-    plugin_roles, plugin_findings = _check_plugins(plugins, log_text, log.roles, alive, roles, loaded_plugins or {})
-    return EnvironmentCheck(
+    order = sorted(everything, key=lambda pid: (pid != root_pid, pid))
+    witnesses = [_witness(everything[pid], expected, sentinel, launched, log.roles, root_pid) for pid in order]
+    check = EnvironmentCheck(
         when=when,
-        expected=_recordable(expected),
+        expected=recordable(expected),
         processes=witnesses,
+        probes=list(probes),
+        probe_absent=probe_absent,
+        gpu_holders=_holders(gpu_pids or {}, everything),
         log_matches=log.matches,
-        plugins=plugin_roles,
-        findings=[*findings, *log.findings, *plugin_findings],
+        log_doubts=log.doubts,
+        log_cache_loads=log.cache_loads,
+        plugins=log.plugins,
+        plugin_failures=log.plugin_failures,
     )
+    findings = judge_check(
+        check,
+        expected=check.expected,
+        expect_log=expect_log,
+        plugins=plugins,
+        caches=caches,
+        gpus=list(gpu_pids) if gpu_pids else None,
+        fresh_caches=fresh_caches,
+    )
+    return check.model_copy(update={"findings": findings})
 
 
 def attached_check(pid: int, expect: Mapping[str, str], expect_unset: Sequence[str] = ()) -> EnvironmentCheck:
@@ -116,76 +135,50 @@ def attached_check(pid: int, expect: Mapping[str, str], expect_unset: Sequence[s
         expect_unset: Variables that must not be set.
     """
     expected: dict[str, str | None] = {**expect, **dict.fromkeys(expect_unset)}
-    witnesses = [_witness(one, expected, None) for one in procfs.tree(pid)]
-    roles = {witness.pid: _role(witness, {}, pid) for witness in witnesses}
-    findings = _judge(witnesses, roles, expected)
-    if all(witness.state == "gone" for witness in witnesses):
-        findings.append(_unverifiable(f"there is no process {pid}", "it has ended, or the pid is another machine's"))
-    return EnvironmentCheck(when="attached", expected=_recordable(expected), processes=witnesses, findings=findings)
+    witnesses = [_witness(one, expected, None, None, {}, pid) for one in procfs.tree(pid)]
+    check = EnvironmentCheck(when="attached", expected=recordable(expected), processes=witnesses)
+    return check.model_copy(update={"findings": judge_check(check, expected=check.expected)})
 
 
-def check_log(
-    log_text: str,
-    *,
-    names: Iterable[str],
-    expect_log: Sequence[str] = (),
-    fresh_caches: bool = True,
-) -> LogCheck:
-    """Read a server's log for what bears on the declared variables.
+def read_log(log_text: str, *, expect_log: Sequence[str] = (), plugins: Sequence[str] = ()) -> LogFacts:
+    """Read a server's log for what bears on the declared things.
 
     Args:
         log_text: The log, colours and all.
-        names: Declared variables; a line that calls one of them unknown or ignored is a finding.
         expect_log: Regular expressions, each searched for in every line.
-        fresh_caches: Whether a line about a compiled graph loaded from a cache is a finding.
+        plugins: Names of general plugins to look for.
     """
-    lines = [ANSI.sub("", line) for line in log_text.splitlines()]
-    findings: list[Finding] = []
-    doubtful = [line for line in lines if VARIABLE_WORDS.search(line) and NOT_KNOWN.search(line)]
-    for name in names:
-        whole = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])")
-        line = next((line for line in doubtful if whole.search(line)), None)
-        if line is not None:
-            findings.append(
-                Finding(
-                    code="switch_not_recognised",
-                    message=f"{name} was delivered and not recognised; the server's log: {line.strip()[:200]!r}",
-                    hint="this vLLM does not read it (renamed, removed, misspelt), so both variants run the same path; "
-                    "if a plugin reads it, give it a name that does not begin with VLLM_",
-                    fatal=True,
-                )
-            )
+    lines = [ANSI.sub("", line).strip() for line in log_text.splitlines()]
     matches: dict[str, str | None] = {}
     for pattern in expect_log:
         compiled = re.compile(pattern)
-        matches[pattern] = next((line.strip()[:400] for line in lines if compiled.search(line)), None)
-        if matches[pattern] is None:
-            findings.append(
-                Finding(
-                    code="switch_not_recognised",
-                    message=f"no line of the server's log ({len(lines)} lines) matches the expected {pattern!r}",
-                    hint="the switch had no effect, or the line is not logged at this VLLM_LOGGING_LEVEL",
-                    fatal=True,
-                )
-            )
-    loaded = [line for line in lines if CACHE_LOADED.search(line)]
-    if fresh_caches and loaded:
-        findings.append(
-            Finding(
-                code="compile_cache_reused",
-                message=f"compiled code was loaded from a cache in a launch that began with empty ones "
-                f"({len(loaded)} line(s), the first: {loaded[0].strip()[:200]!r})",
-                hint="the server keeps a cache in a place the launch does not redirect; the code in it may have been "
-                "compiled for the other variant",
-                fatal=True,
-            )
-        )
-    roles: dict[int, str] = {}
-    for line in lines:
-        prefix = PREFIX.match(line)
-        if prefix:
-            roles[int(prefix["pid"])] = prefix["role"]
-    return LogCheck(matches, roles, findings)
+        matches[pattern] = next((line for line in lines if compiled.search(line)), None)
+    prefixed = [(int(prefix["pid"]), prefix["role"], line) for line in lines if (prefix := PREFIX.match(line))]
+    # With VLLM_PLUGINS unset vLLM lists what it will load; with it set it names what it loads.
+    all_listed = {pid for pid, _, line in prefixed if "All plugins in this group will be loaded" in line}
+    loaded: dict[str, list[int]] = {}
+    failures: dict[str, str] = {}
+    for plugin in plugins:
+        loading = re.compile(rf"\bLoading plugin {re.escape(plugin)}$")
+        listing = re.compile(rf"\] - {re.escape(plugin)} -> ")
+        failing = re.compile(rf"\bFailed to load plugin {re.escape(plugin)}$")
+        pids = {
+            pid for pid, _, line in prefixed if loading.search(line) or (pid in all_listed and listing.search(line))
+        }
+        loaded[plugin] = sorted(pids)
+        failed = next((line[:LINE_KEPT] for line in lines if failing.search(line)), None)
+        if failed is not None:
+            failures[plugin] = failed
+    doubts = [line for line in lines if VARIABLE_WORDS.search(line) and NOT_KNOWN.search(line)]
+    cache_loads = [line for line in lines if CACHE_LOADED.search(line)]
+    return LogFacts(
+        matches=matches,
+        doubts=[line[:LINE_KEPT] for line in doubts[:LINES_KEPT]],
+        cache_loads=[line[:LINE_KEPT] for line in cache_loads[:LINES_KEPT]],
+        roles={pid: role for pid, role, _ in prefixed},
+        plugins=loaded,
+        plugin_failures=failures,
+    )
 
 
 def suspicious_values(baseline_env: Mapping[str, str | None], candidate_env: Mapping[str, str | None]) -> list[Finding]:
@@ -213,7 +206,12 @@ def suspicious_values(baseline_env: Mapping[str, str | None], candidate_env: Map
 
 
 def _witness(
-    one: procfs.Process, expected: Mapping[str, str | None], sentinel: tuple[str, str] | None
+    one: procfs.Process,
+    expected: Mapping[str, str | None],
+    sentinel: tuple[str, str] | None,
+    launched: Mapping[str, str] | None,
+    logged: Mapping[int, str],
+    root_pid: int,
 ) -> ProcessWitness:
     read = procfs.read_environ(one.pid)
     state, reason = read.state, read.reason
@@ -226,110 +224,38 @@ def _witness(
             what = "is missing" if found is None else f"is {found!r}"
             state, reason = "unreadable", f"the sentinel {name}={value} {what}: this is not the block that was launched"
     started_with = {name: read.variables.get(name) for name in expected} if state == "ok" else {}
+    undeclared: dict[str, str | None] = {}
+    if state == "ok" and launched is not None:
+        names = {*launched, *read.variables} - {*expected}
+        undeclared = {n: read.variables.get(n) for n in sorted(names) if read.variables.get(n) != launched.get(n)}
+    title = procfs.title(one.pid)
     return ProcessWitness(
         pid=one.pid,
         ppid=one.ppid,
         start_ticks=one.start_ticks,
-        name=procfs.title(one.pid),
+        name=title,
         state=state,
         reason=reason,
-        started_with=_recordable(started_with),
+        started_with=recordable(started_with),
+        role=_role(title, one.pid, logged, root_pid),
+        undeclared=recordable(undeclared),
     )
 
 
-def _recordable(values: Mapping[str, str | None]) -> dict[str, str | None]:
-    return {printable(name): None if value is None else hidden(name, value) for name, value in values.items()}
+def _role(title: str, pid: int, logged: Mapping[int, str], root_pid: int) -> str:
+    return role_by_title(title) or logged.get(pid) or ("server" if pid == root_pid else "process")
 
 
-def _role(witness: ProcessWitness, logged: Mapping[int, str], root_pid: int) -> str:
-    if witness.name.startswith(procfs.ENGINE_TITLE):
-        return witness.name.removeprefix(procfs.ENGINE_TITLE).split(" ")[0]
-    if witness.pid in logged:
-        return logged[witness.pid]
-    return "server" if witness.pid == root_pid else "process"
-
-
-def _runs_model(role: str) -> bool:
-    return role.startswith(("EngineCore", "Worker"))
-
-
-def _unverifiable(message: str, hint: str) -> Finding:
-    return Finding(code="env_unverifiable", message=message, hint=hint, fatal=True)
-
-
-def _judge(
-    witnesses: Sequence[ProcessWitness], roles: Mapping[int, str], expected: Mapping[str, str | None]
-) -> list[Finding]:
-    findings = [
-        _unverifiable(
-            f"pid {witness.pid} ({roles[witness.pid]}): {witness.reason}; nothing can be said of "
-            f"{', '.join(expected) or 'its environment'}",
-            "a process that renames itself overwrites its block: launch with SPT_NOENV=1",
-        )
-        for witness in witnesses
-        if witness.state == "unreadable"
-    ]
-    readable = [witness for witness in witnesses if witness.state == "ok"]
-    for name, wanted in _recordable(expected).items():
-        values = [(witness, witness.started_with[name]) for witness in readable]
-        if all(found == wanted for _, found in values):
-            continue
-        each = "; ".join(
-            f"pid {witness.pid} ({roles[witness.pid]}) was started with {found!r}"
-            if found is not None
-            else f"pid {witness.pid} ({roles[witness.pid]}) was started without it"
-            for witness, found in values
-        )
-        differ = "; the processes disagree" if len({found for _, found in values}) > 1 else ""
-        findings.append(
-            Finding(
-                code="env_mismatch",
-                message=f"{name}: expected {'unset' if wanted is None else repr(wanted)}; {each}{differ}",
-                hint="something between the declared environment and the process changed it: a wrapper script, "
-                "sitecustomize, a .env file, or the server itself before it spawned its children",
-                fatal=True,
-            )
-        )
-    return findings
-
-
-def _check_plugins(
-    plugins: Sequence[str],
-    log_text: str,
-    logged_roles: Mapping[int, str],
-    alive: Sequence[ProcessWitness],
-    roles: Mapping[int, str],
-    reported: Mapping[int, Collection[str]],
-) -> tuple[dict[str, list[str]], list[Finding]]:
-    # vLLM loads general plugins once a process and swallows what fails; the processes that run the model count.
-    lines = [ANSI.sub("", line) for line in log_text.splitlines()]
-    needed = {witness.pid: roles[witness.pid] for witness in alive if _runs_model(roles[witness.pid])}
-    prefixed = [(int(prefix["pid"]), line) for line in lines if (prefix := PREFIX.match(line))]
-    all_listed = {pid for pid, line in prefixed if "All plugins in this group will be loaded" in line}
-    everywhere: dict[str, list[str]] = {}
-    findings: list[Finding] = []
-    for plugin in plugins:
-        pids = {pid for pid, names in reported.items() if plugin in names}
-        loading = re.compile(rf"\bLoading plugin {re.escape(plugin)}\s*$")
-        listing = re.compile(rf"\] - {re.escape(plugin)} -> ")
-        failing = re.compile(rf"\bFailed to load plugin {re.escape(plugin)}\s*$")
-        failed = next((line.strip() for line in lines if failing.search(line)), None)
-        pids |= {pid for pid, line in prefixed if loading.search(line) or (pid in all_listed and listing.search(line))}
-        names = {pid: roles.get(pid, logged_roles.get(pid, "process")) for pid in pids}
-        everywhere[plugin] = sorted(set(names.values()))
-        missing = [f"pid {pid} ({role})" for pid, role in sorted(needed.items()) if pid not in pids]
-        if failed is None and needed and not missing:
-            continue
-        loaded_in = ", ".join(f"pid {pid} ({role})" for pid, role in sorted(names.items())) or "no process"
-        findings.append(
-            Finding(
-                code="plugin_not_active",
-                message=f"plugin {plugin}: "
-                + (f"the log says {failed[:200]!r}; " if failed else "")
-                + f"seen loaded in {loaded_in}, not in {', '.join(missing) or 'a process that runs the model'}",
-                hint="it is not installed for this interpreter, not named in VLLM_PLUGINS, or failed on import; vLLM "
-                "logs what it loads only with VLLM_LOGGING_LEVEL=DEBUG, and abharness_probe in VLLM_PLUGINS reports it",
-                fatal=True,
-            )
-        )
-    return everywhere, findings
+def _holders(gpu_pids: Mapping[str, Collection[int]], tree: Collection[int]) -> list[GpuHolder]:
+    """Who has a context on the GPUs; a number that cannot be a GPU process of this machine is another namespace's."""
+    holders = []
+    for uuid, pids in gpu_pids.items():
+        for pid in sorted(pids):
+            whose: Literal["ours", "foreign", "unknown"] = "unknown"
+            if pid in tree:
+                whose = "ours"
+            elif procfs.uses_gpu(pid):
+                whose = "foreign"
+            name = "cannot be seen from here" if whose == "unknown" else procfs.title(pid)
+            holders.append(GpuHolder(uuid=uuid, pid=pid, name=name, whose=whose))
+    return holders

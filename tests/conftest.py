@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,11 +19,17 @@ from typing import Any
 
 import pytest
 
+from abharness.probe import install
 from abharness.server import LaunchCommand, VllmServer
 from abharness.telemetry import AbsentGpu
 
 # A shell starts background jobs with SIGINT ignored, and tests of Ctrl-C would then wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Launches keep their folders in a place of this test session's own, by which its processes are known (`leftovers`).
+SCRATCH = tempfile.mkdtemp(prefix="abt-")
+os.environ["TMPDIR"] = tempfile.tempdir = SCRATCH
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 FAKE_SITE = Path(__file__).parent / "fake_site"
 CACHE_VARIABLES = (
@@ -56,6 +65,8 @@ def make_command(tmp_path: Path) -> MakeCommand:
         caches = {name: folder / "cache" / name.lower() for name in CACHE_VARIABLES}
         (folder / "cwd").mkdir(parents=True)
         (folder / "home").mkdir()
+        (folder / "probe").mkdir()
+        install(folder / "site")
         port = fields.pop("port", None) or free_port()
         sentinel = ("ABHARNESS_LAUNCH", uuid.uuid4().hex)
         command = LaunchCommand(
@@ -67,6 +78,7 @@ def make_command(tmp_path: Path) -> MakeCommand:
                 "PATH": os.environ["PATH"],
                 "HOME": str(folder / "home"),
                 "PYTHONPATH": str(FAKE_SITE),
+                "ABHARNESS_PROBE_DIR": str(folder / "probe"),
                 "FAKE_FAULTS": json.dumps(faults or {}),
                 sentinel[0]: sentinel[1],
                 **{name: str(path) for name, path in caches.items()},
@@ -84,7 +96,8 @@ def make_command(tmp_path: Path) -> MakeCommand:
             gpu=AbsentGpu("tests need none"),
             grace_s=5.0,
         )  # fmt: skip
-        return replace(command, **fields)
+        python_path = f"{command.env['PYTHONPATH']}{os.pathsep}{folder / 'site'}"
+        return replace(command, env={**command.env, "PYTHONPATH": python_path}, **fields)
 
     return make
 

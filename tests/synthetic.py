@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from abharness.record import (
     Failure,
     Finding,
     LaunchRecord,
+    LoadedModule,
+    ProbeReport,
     ProcessWitness,
     RequestLine,
     RequestRecord,
@@ -66,6 +69,7 @@ class Made:
     prompts: str = "p"
     findings: Sequence[Finding] = ()
     verified: bool = True
+    server_info: Mapping[str, Any] | None = field(default_factory=lambda: {"vllm_config": {}, "vllm_env": {}})
     status: Any = "completed"
     failure: Failure | None = None
 
@@ -127,16 +131,17 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
     if kept:
         append_lines(path / "gsm8k.jsonl", [answer(question, made) for question in kept])
     env = {"SHARED": "1", **({"SWITCH": "1"} if variant == "candidate" else {}), **made.env}
-    witness = ProcessWitness(pid=1, ppid=0, start_ticks=1, name="VLLM::EngineCore", state="ok")
-    check = EnvironmentCheck(when="before_load", expected={}, processes=[witness])
+    checks = [verification(when, wanted, variant, env) for when in ("before_load", "after_load")]
     write_model(
         path / "evidence.json",
         Evidence(
-            environment=[check] if made.verified else [],
+            environment=checks if made.verified else [],
             gpu_absent="no GPU",
             server_versions={"vllm": "1", **made.versions},
         ),
     )
+    if made.server_info is not None:
+        (path / "server_info.json").write_text(json.dumps(made.server_info))
     write_model(
         path / "launch.json",
         LaunchRecord(
@@ -175,6 +180,19 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
             error=made.failure,
         ),
     )
+
+
+def verification(when: Any, wanted: ExperimentSpec, variant: Variant, env: Mapping[str, str]) -> EnvironmentCheck:
+    """What both witnesses show of a launch that is as declared."""
+    declared = wanted.merged_env(variant)
+    witness = ProcessWitness(
+        pid=1, ppid=0, start_ticks=1, name="VLLM::EngineCore", state="ok", role="EngineCore", started_with=declared
+    )
+    report = ProbeReport(
+        pid=1, ppid=0, start_ticks=1, name="EngineCore", reason="asked", executable="python", python="3", plugins=[],
+        environ=dict(env), modules={"vllm": LoadedModule(version="1", file="/vllm")}, cache_dirs={}, gpu_absent="no GPU",
+    )  # fmt: skip
+    return EnvironmentCheck(when=when, expected=declared, processes=[witness], probes=[report])
 
 
 def request(index: int, made: Made) -> RequestRecord:

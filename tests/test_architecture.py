@@ -29,11 +29,15 @@ ALLOWED: dict[str, set[str]] = {
     "answers": {"record"},
     "plan": {"record", "redaction", "spec"},
     "runs": {"errors", "record", "storage"},
-    "validity": {"checks", "record", "runs", "spec"},
+    "judge": {"record", "redaction"},
+    "facts": {"judge", "record", "runs", "spec"},
+    "validity": {"checks", "facts", "judge", "record", "runs", "spec"},
     "compare": {"checks", "errors", "flips", "metrics", "record", "runs", "spec", "stats", "validity"},
     "report": {"checks", "compare", "record", "spec", "stats"},
     "procfs": {"record", "redaction"},
-    "verify": {"procfs", "record", "redaction"},
+    "probe": {"redaction"},
+    "witness": {"procfs", "record"},
+    "verify": {"judge", "procfs", "record"},
     "resources": {"errors", "procfs", "record"},
     "server": {"errors", "procfs", "record", "redaction", "resources"},
     "telemetry": {"errors"},
@@ -60,6 +64,8 @@ def imports(module: str, *, top_level: bool = False) -> set[str]:
     for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.add(f"abharness.{node.module}")
         elif isinstance(node, ast.ImportFrom) and node.module == "abharness":
             found |= {f"abharness.{alias.name}" for alias in node.names if alias.name != "__version__"}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -75,6 +81,11 @@ def test_import_rule(module: str) -> None:
         assert ours <= ALLOWED[module]
     else:
         assert "cli" not in ours
+
+
+def test_the_probe_runs_in_somebody_elses_server_on_the_standard_library_alone() -> None:
+    foreign = (imports("probe") | imports("redaction")) - {"abharness.redaction"}
+    assert {name.partition(".")[0] for name in foreign} <= sys.stdlib_module_names
 
 
 def test_every_rule_is_about_a_module_that_exists() -> None:

@@ -35,6 +35,7 @@ def host(**environ: str) -> Host:
         model="/models/m",
         port=4242,
         scratch=Path("/tmp/ab-x"),
+        probe_site=Path("/tmp/ab-x/site"),
         run_token="tok",
         environ=environ,
     )
@@ -73,6 +74,22 @@ def test_command_and_environment_are_final() -> None:
     assert baseline.expected == {"SHARED": "1", "GONE": None, "SWITCH": None}
     assert candidate.env["SPT_NOENV"] == "1"
     assert "MINE" in candidate.inherited
+
+
+def test_the_probe_is_brought_into_every_launch_or_the_plan_says_why_not() -> None:
+    launch = build_plan(spec(), host(PATH="/bin")).launches[0]
+    assert launch.env["PYTHONPATH"] == "/tmp/ab-x/site"
+    assert (launch.env["ABHARNESS_PROBE_DIR"], launch.probe_absent) == ("/tmp/ab-x/0/probe", None)
+    assert "PYTHONPATH" not in launch.expected
+    declared = build_plan(spec("server.env.PYTHONPATH=/mine"), host()).launches[0]
+    assert declared.env["PYTHONPATH"] == declared.expected["PYTHONPATH"] == "/mine:/tmp/ab-x/site"
+    inherited = build_plan(spec("server.inherit=[PYTHONPATH]"), host(PYTHONPATH="/shell")).launches[0]
+    assert inherited.env["PYTHONPATH"] == "/shell:/tmp/ab-x/site"
+    unset = build_plan(spec("server.env.PYTHONPATH=null"), host()).launches[0]
+    assert ("PYTHONPATH" in unset.env, unset.probe_absent) == (False, "PYTHONPATH is declared as unset")
+    for names, absent in (("pq2", True), ('""', True), ("pq2,abharness_probe", False)):
+        plugins = build_plan(spec(f"server.env.VLLM_PLUGINS={names}"), host()).launches[0]
+        assert (plugins.probe_absent is not None) == absent
 
 
 def test_a10_switches_of_the_callers_shell_reach_no_variant_and_are_named() -> None:

@@ -20,7 +20,7 @@ from abharness.progress import PlainReporter
 from abharness.record import AnswerRecord, Evidence, LaunchRecord, RequestLine, RunRecord
 from abharness.specload import load_spec
 from abharness.storage import read_lines, read_model
-from tests.conftest import FAKE_SITE, free_port
+from tests.conftest import FAKE_SITE, SCRATCH, free_port
 
 QUESTIONS = Path(__file__).parent.parent / "experiments" / "data" / "grade-school-16.jsonl"
 
@@ -73,11 +73,12 @@ def launches(folder: Path) -> list[LaunchRecord]:
 
 
 def leftovers() -> list[str]:
-    """Processes of any launch that still live: each carries the sentinel in its environment."""
+    """Processes of this session's launches that still live: each carries the sentinel in its environment."""
     found = []
     for process in psutil.process_iter():
         try:
-            if "ABHARNESS_LAUNCH" in process.environ():
+            env = process.environ()
+            if "ABHARNESS_LAUNCH" in env and env.get("TMPDIR", "").startswith(SCRATCH):
                 found.append(" ".join(process.cmdline()))
         except (psutil.Error, OSError):
             continue

