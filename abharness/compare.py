@@ -24,7 +24,17 @@ from abharness.flips import Flip, explain_flip
 from abharness.record import AnswerRecord, Finding, Variant
 from abharness.runs import CellKey, Run, find_runs, read_run
 from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload, Primary
-from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings
+from abharness.validity import (
+    Effect,
+    Seen,
+    Side,
+    differences,
+    effect_findings,
+    effects,
+    failed_launches,
+    launch_findings,
+    order_findings,
+)
 
 Call = Literal["better", "worse", "~", "no verdict"]
 Outcome = Literal["no regression", "regression", "no verdict", "launch failed"]
@@ -118,6 +128,7 @@ class Comparison:
 
     Attributes:
         launches: (completed, planned) by variant.
+        effects: Each declared difference with what proves that the server acts on it.
         codes: Invalidating codes, each once, in order of finding.
         allowed: Waived undeclared differences.
         advice: Findings that do not invalidate.
@@ -129,6 +140,7 @@ class Comparison:
     sources: tuple[str, ...]
     launches: dict[Variant, tuple[int, int]]
     switches: dict[str, dict[Variant, str | None]]
+    effects: tuple[Effect, ...]
     outcome: Outcome
     summary: str
     codes: tuple[str, ...]
@@ -194,6 +206,9 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
         *order_findings(first, second, spec, allow),
         *floor_seen,
     ]
+    acted = effects(sides, spec)
+    shown = [row.call for cell in cells for row in cell.rows if row.decisive] + [item.call for item in accuracy]
+    whole += effect_findings(acted, difference_shown=any(call in ("better", "worse") for call in shown))
     invalid = [item for item in (*whole, *cell_seen, *answer_seen) if CODES[item.finding.code].invalidates]
     advice = [item for item in (*whole, *cell_seen, *answer_seen) if not CODES[item.finding.code].invalidates]
     codes = tuple(dict.fromkeys(item.finding.code for item in invalid))
@@ -219,6 +234,7 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
         sources=sources,
         launches={side.variant: (len(side.launches), side.planned) for side in sides},
         switches=spec.switches(),
+        effects=tuple(acted),
         outcome=outcome,
         summary=_summary(outcome, cells, accuracy, codes),
         codes=codes,

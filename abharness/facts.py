@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from abharness.judge import reports_by_pid
+from abharness.judge import reports_by_pid, role_of
 from abharness.record import LaunchRecord
 from abharness.runs import CellKey, Launch
 from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, ExperimentSpec
@@ -118,10 +118,10 @@ def _environment(launch: Launch, place: _Placeholder) -> dict[str, str]:
     values: dict[str, str] = {name: place(value) for name, value in record.env.items() if name not in own}
     other: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for check in launch.evidence.environment:
-        roles = {witness.pid: witness.role for witness in check.processes}
+        roles = {witness.pid: role_of(witness) for witness in check.processes}
         for witness in check.processes:
             for name, value in witness.undeclared.items():
-                other[name][_shown(value, place)].add(witness.role)
+                other[name][_shown(value, place)].add(role_of(witness))
         for pid, report in reports_by_pid(check).items():
             for name in {*report.environ, *record.env}:
                 if report.environ.get(name) != record.env.get(name):

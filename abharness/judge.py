@@ -33,7 +33,8 @@ def role_by_title(title: str) -> str | None:
     return title.removeprefix(TITLE).split(" ")[0] if title.startswith(TITLE) else None
 
 
-def _role(witness: ProcessWitness) -> str:
+def role_of(witness: ProcessWitness) -> str:
+    """What a process does in the server, by its title if it says so."""
     return role_by_title(witness.name) or witness.role
 
 
@@ -86,7 +87,7 @@ def _unverifiable(message: str, hint: str) -> Finding:
 def _unreadable(check: EnvironmentCheck, wanted: Mapping[str, str | None]) -> list[Finding]:
     return [
         _unverifiable(
-            f"pid {witness.pid} ({_role(witness)}): {witness.reason}; nothing can be said of "
+            f"pid {witness.pid} ({role_of(witness)}): {witness.reason}; nothing can be said of "
             f"{', '.join(wanted) or 'its environment'}",
             "a process that renames itself overwrites its block: launch with SPT_NOENV=1",
         )
@@ -105,7 +106,7 @@ def _tree(check: EnvironmentCheck, alive: Sequence[ProcessWitness]) -> list[Find
                 "it has ended, or the pid is another machine's" if attached else "the server has ended",
             )
         ]
-    if check.when != "attached" and not any(runs_model(_role(witness)) for witness in alive):
+    if check.when != "attached" and not any(runs_model(role_of(witness)) for witness in alive):
         seen_roles = ", ".join(f"pid {witness.pid} {witness.name!r}" for witness in alive)
         return [
             _unverifiable(
@@ -130,9 +131,9 @@ def _started_with(check: EnvironmentCheck, wanted: Mapping[str, str | None]) -> 
         if all(found == value for _, found in values):
             continue
         each = "; ".join(
-            f"pid {witness.pid} ({_role(witness)}) was started with {found!r}"
+            f"pid {witness.pid} ({role_of(witness)}) was started with {found!r}"
             if found is not None
-            else f"pid {witness.pid} ({_role(witness)}) was started without it"
+            else f"pid {witness.pid} ({role_of(witness)}) was started without it"
             for witness, found in values
         )
         differ = "; the processes disagree" if len({found for _, found in values}) > 1 else ""
@@ -178,12 +179,12 @@ def _second_witness(
             )
         ]
     findings = []
-    silent = [one for one in alive if runs_model(_role(one)) and one.pid not in reports]
+    silent = [one for one in alive if runs_model(role_of(one)) and one.pid not in reports]
     if silent:
         findings.append(
             _unverifiable(
                 f"the probe reports from {_named(check, reports)} but not from "
-                f"{', '.join(f'pid {one.pid} ({_role(one)})' for one in silent[:MOST_SHOWN])}",
+                f"{', '.join(f'pid {one.pid} ({role_of(one)})' for one in silent[:MOST_SHOWN])}",
                 "general plugins were not loaded there: what runs the model is not what was set up",
             )
         )
@@ -201,7 +202,7 @@ def _second_witness(
         values = {pid: report.environ.get(name) for pid, report in reports.items()}
         if all(found == value for found in values.values()):
             continue
-        roles = {witness.pid: _role(witness) for witness in check.processes}
+        roles = {witness.pid: role_of(witness) for witness in check.processes}
         each = "; ".join(
             f"pid {pid} ({roles[pid]}) has {'it unset' if found is None else repr(found)} in os.environ"
             for pid, found in sorted(values.items())
@@ -219,7 +220,7 @@ def _second_witness(
 
 
 def _named(check: EnvironmentCheck, pids: Iterable[int]) -> str:
-    roles = {witness.pid: _role(witness) for witness in check.processes}
+    roles = {witness.pid: role_of(witness) for witness in check.processes}
     chosen = sorted(pids)
     more = f" and {len(chosen) - MOST_SHOWN} more" if len(chosen) > MOST_SHOWN else ""
     return ", ".join(f"pid {pid} ({roles.get(pid, 'process')})" for pid in chosen[:MOST_SHOWN]) + more
@@ -269,7 +270,7 @@ def _log(
 
 def _plugins(check: EnvironmentCheck, alive: Sequence[ProcessWitness], plugins: Sequence[str]) -> list[Finding]:
     # vLLM loads general plugins once a process and swallows what fails; the processes that run the model count.
-    needed = {witness.pid: _role(witness) for witness in alive if runs_model(_role(witness))}
+    needed = {witness.pid: role_of(witness) for witness in alive if runs_model(role_of(witness))}
     reports = reports_by_pid(check)
     findings = []
     for plugin in plugins:

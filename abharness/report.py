@@ -147,6 +147,8 @@ def _heading(comparison: Comparison) -> list[str]:
         lines.append(comparison.question)
     for name, values in comparison.switches.items():
         lines.append(f"switch {name}: {_setting(values, 'baseline')} -> {_setting(values, 'candidate')}")
+    for effect in comparison.effects:
+        lines.append(f"effect of {effect.name}: {effect.proof or 'not proven beyond its delivery'}")
     return [*lines, comparison.summary]
 
 
