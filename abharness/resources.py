@@ -177,9 +177,16 @@ def changed_files(folders: Iterable[Path], since: float) -> list[str]:
     """
     since -= CLOCK_TICK_S
     changed: list[str] = []
+    visited: set[str] = set()
     seen = 0
     for top in folders:
-        for folder, _, names in os.walk(top.expanduser().resolve()):
+        # A cache is often a link to a larger disk, at any depth.
+        for folder, below, names in os.walk(top.expanduser().resolve(), followlinks=True):
+            real = os.path.realpath(folder)
+            if real in visited:
+                below.clear()
+                continue
+            visited.add(real)
             for name in names:
                 seen += 1
                 path = Path(folder, name)

@@ -413,6 +413,21 @@ def test_default_cache_location_written(running: Callable[..., VllmServer]) -> N
     assert [Path(path).name for path in server.defaults_touched()] == ["graph.py"]
 
 
+def test_default_cache_location_written_through_a_link(make_command: MakeCommand) -> None:
+    """B1: caches are moved to larger disks by links, at any depth, and links can go round in circles."""
+    command = make_command()
+    default, disk = command.watched_defaults[0], command.cwd.parent / "disk"
+    (disk / "stray").mkdir(parents=True)
+    default.mkdir(parents=True)
+    (default / "torch_compile_cache").symlink_to(disk)
+    (disk / "round").symlink_to(default)
+    with VllmServer(command) as server:
+        ready(server)
+        assert server.defaults_touched() == []
+        (default / "torch_compile_cache/stray/graph.py").write_text("{}")
+        assert [Path(path).name for path in server.defaults_touched()] == ["graph.py"]
+
+
 def test_old_files_in_default_locations_do_not_count(make_command: MakeCommand) -> None:
     """B3."""
     command = make_command()
