@@ -124,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         "compare",
         help="compare recorded runs",
         description="DIR is a results folder (every run below it), one run, or two runs (baseline of the first, "
-        "candidate of the second). Everything is computed again from the raw records.",
+        "candidate of the second). Everything is computed again from the raw records. A/A runs (abharness run --aa) in "
+        "or beside these folders give the floor below which no change is called.",
         epilog="example: abharness compare results\n"
         "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n\n" + EXIT_CODES,
         formatter_class=raw,
