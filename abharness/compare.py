@@ -290,9 +290,14 @@ def _notes(sides: list[Side], spec: ExperimentSpec, cells: list[Cell]) -> tuple[
     notes: list[str] = []
     least = min(len(side.launches) for side in sides)
     if 0 < least < 4:
+        risk = ""
+        if least == 2:
+            risk = (
+                ", and where a server's clocks are in one of two states for a whole launch, up to 12% of equal variants "
+                "are called different"
+            )
         notes.append(
-            f"n={least} launches a variant: intervals are wide, and with bimodal noise a call at this n is false more "
-            f"often than alpha says; use launches_per_variant 4 or more for a decision"
+            f"n={least} launches a variant: intervals are wide{risk}; use launches_per_variant 4 or more for a decision"
         )
     noises = [
         row.ratio.noise

@@ -8,6 +8,7 @@ p = 0.029 and so can never pass a correction over several cells. Its assumption:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -329,13 +330,17 @@ def launches_needed(noise: float, effect: float, alpha: float, power: float = 0.
     """
     if effect <= 0:
         return None
+
+    def suffices(count: int) -> bool:
+        return math.log1p(effect) >= _noncentrality(count, alpha, power) * noise * math.sqrt(2 / count)
+
     # Power grows with the number of launches: bisect for the first that suffices.
     low, high = 2, MOST_LAUNCHES
-    if _power(noise, effect, high, alpha) < power:
+    if not suffices(high):
         return None
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _power(noise, effect, middle, alpha) >= power else (middle + 1, high)
+        low, high = (low, middle) if suffices(middle) else (middle + 1, high)
     return low
 
 
@@ -349,24 +354,24 @@ def detectable_effect(noise: float, count: int, alpha: float, power: float = 0.8
         power: Chance to find it.
 
     Returns:
-        A relative increase to one part in a thousand, at least 1e-6; None when even a hundredfold change would not
-        be found.
+        A relative increase, or None when even a hundredfold change would not be found.
     """
-    low, high = 1e-6, 100.0
-    if count < 2 or _power(noise, high, count, alpha) < power:
+    if count < 2:
         return None
-    while high > 1.001 * low:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if _power(noise, middle, count, alpha) >= power else (middle, high)
-    return high
+    effect = _change(_noncentrality(count, alpha, power) * noise * math.sqrt(2 / count))
+    return effect if effect is not None and effect <= 100 else None
 
 
-def _power(noise: float, effect: float, count: int, alpha: float) -> float:
-    if noise <= 0:
-        return 1.0
+@functools.lru_cache(maxsize=1024)
+def _noncentrality(count: int, alpha: float, power: float) -> float:
+    """Difference of the means, in standard errors, that a two-sample t test finds with the given power."""
     freedom = 2 * count - 2
     critical = float(special.stdtrit(freedom, 1 - alpha / 2))
-    return float(scipy_stats.nct.sf(critical, freedom, math.log1p(effect) / (noise * math.sqrt(2 / count))))
+    low, high = 0.0, 2 * critical + 10
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if scipy_stats.nct.sf(critical, freedom, middle) >= power else (middle, high)
+    return high
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -28,8 +28,9 @@ Values = NDArray[np.float64]
 OWN_SHARE = 0.5
 """Share of a launch's variance that is each cell's own; the rest moves all cells of the launch together."""
 
-CLOCK_GAP = 4.0
-"""How far apart the two clock states of bimodal noise lie, in standard deviations of the noise within a state."""
+CLOCK_GAP, FAR_CLOCK_GAP = 4.0, 16.0
+"""How far apart the two clock states of bimodal noise lie, in standard deviations of the noise within a state. Of all
+gaps the first is the hardest for four launches a variant, and a large one for two."""
 
 DRIFT = 6.0
 """Change from the first launch to the last under drifting noise, in standard deviations."""
@@ -99,8 +100,11 @@ def _drifting(rng: np.random.Generator, many: int, order: Sequence[Variant], cel
 
 
 def _bimodal(rng: np.random.Generator, many: int, order: Sequence[Variant], cells: int) -> Values:
-    state = rng.integers(0, 2, (many, len(order), 1))
-    return _normal(rng, many, order, cells) + CLOCK_GAP * state
+    return _normal(rng, many, order, cells) + CLOCK_GAP * rng.integers(0, 2, (many, len(order), 1))
+
+
+def _far_bimodal(rng: np.random.Generator, many: int, order: Sequence[Variant], cells: int) -> Values:
+    return _normal(rng, many, order, cells) + FAR_CLOCK_GAP * rng.integers(0, 2, (many, len(order), 1))
 
 
 NOISES: dict[str, Callable[[np.random.Generator, int, Sequence[Variant], int], Values]] = {
@@ -109,10 +113,11 @@ NOISES: dict[str, Callable[[np.random.Generator, int, Sequence[Variant], int], V
     "heteroscedastic": _unequal,
     "drifting": _drifting,
     "bimodal": _bimodal,
+    "far bimodal": _far_bimodal,
 }
 """Noise of the logarithm in units of `sd`: normal; Student's t with 3 degrees of freedom (scaled to variance 1); three
 times the noise in the candidate; a straight drift of `DRIFT`, up or down; clocks that are in one of two states for the
-whole of a launch, `CLOCK_GAP` apart."""
+whole of a launch, `CLOCK_GAP` or `FAR_CLOCK_GAP` apart."""
 
 
 def keys(count: int) -> list[tuple[CellKey, str]]:

@@ -63,7 +63,7 @@ def test_an_aa_that_finds_nothing_passes_and_prints_its_floor(tmp_path: Path, ca
 
 def test_the_floor_is_the_quantile_of_the_differences_of_all_balanced_halves(tmp_path: Path, capsys: Any) -> None:
     """Two launches a half: six splits in both orders, so the floor is the largest of their differences."""
-    run = write_run(tmp_path / "r", launches([100, 101], [104, 102]), "design.launches_per_variant=2", aa=True)
+    run = write_run(tmp_path / "r", launches([100, 102], [104, 101]), "design.launches_per_variant=2", aa=True)
     _, found = compare(capsys, run)
     floor = next(one for one in found["floor"]["cells"] if one["metric"] == "output_throughput")
     assert floor["floor"] == pytest.approx(103 / 100.5 - 1)

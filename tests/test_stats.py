@@ -115,9 +115,14 @@ def test_the_detectable_effect_is_the_one_that_needs_this_many_launches() -> Non
     for noise, count in ((0.01, 4), (0.05, 3), (0.005, 8)):
         effect = detectable_effect(noise, count, 0.05)
         assert effect is not None
-        assert launches_needed(noise, effect * 1.002, 0.05) == count
+        assert launches_needed(noise, effect * 1.001, 0.05) == count
         assert launches_needed(noise, effect * 0.7, 0.05) != count
+        independent = reference.nct.sf(
+            reference.t.ppf(0.975, 2 * count - 2), 2 * count - 2, math.log1p(effect) / noise / math.sqrt(2 / count)
+        )
+        assert independent == pytest.approx(0.8, abs=1e-4)
     assert detectable_effect(0.01, 1, 0.05) is None
+    assert detectable_effect(9.0, 2, 0.05) is None
     assert launches_needed(0.5, 0.0001, 0.05) is None
 
 
