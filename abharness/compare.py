@@ -89,7 +89,7 @@ def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[
     """
     paths = find_runs(folders)
     aa_paths, warnings = find_aa_runs(paths)
-    references = [_aa_run(path) for path in aa_paths]
+    references = [_aa_run(path, allow) for path in aa_paths]
     if len(folders) == 2 and list(map(Path, folders)) == paths and not set(paths) & set(aa_paths):
         first, second = read_run(paths[0]), read_run(paths[1])
         return [compare_runs(first, second, allow, references, warnings)]
@@ -110,11 +110,11 @@ class AaRun:
     differs: bool
 
 
-def _aa_run(path: Path) -> AaRun | str:
+def _aa_run(path: Path, allow: Sequence[str]) -> AaRun | str:
     """An A/A with its validity, computed from its records; a text where they cannot be read."""
     try:
         run = read_run(path)
-        found = compare_runs(run, run)
+        found = compare_runs(run, run, allow)
     except RecordError as error:
         return f"{path} gives no floor: {error}"
     return AaRun(run, tuple(code for code in found.codes if code != AA_CODE), AA_CODE in found.codes)
@@ -134,6 +134,8 @@ def _floors(sides: list[Side], alpha: float, references: Sequence[AaRun | str]) 
         name = f"A/A run {reference.run.path}"
         if reference.codes:
             notes.append(f"{name} gives no floor: it is not valid ({', '.join(reference.codes)})")
+        elif not floors.enough(reference.run):
+            notes.append(f"{name} gives no floor: one launch a variant shows no spread")
         elif differs := floors.mismatch(sides[0].run, reference.run):
             notes.append(f"{name} is not this server on this machine and gives no floor: {differs}")
         else:
@@ -217,7 +219,9 @@ def compare_runs(
     if aa and not everything:
         invalid += (differing := _aa_differences(cells, accuracy, spec.design.alpha))
         if differing:
-            codes, outcome = (*codes, AA_CODE), "no verdict"
+            codes = (*codes, AA_CODE)
+        if differing or (outcome == "no regression" and not floors.enough(first)):
+            outcome = "no verdict"
     sources = (str(first.path),) if first.path == second.path else (str(first.path), str(second.path))
     return Comparison(
         experiment=spec.experiment,
@@ -347,12 +351,13 @@ def _aa_summary(outcome: Outcome, codes: tuple[str, ...], sides: list[Side]) -> 
     if AA_CODE in codes:
         return f"A/A failed: {counts} launches of one and the same server differ."
     if outcome in ("no verdict", "launch failed"):
-        return f"A/A not valid, no floor: {', '.join(codes) or 'some cells could not be judged'}."
+        reason = "one launch a variant shows no spread" if len(sides[0].launches) == 1 else "no cell could be judged"
+        return f"A/A not valid, no floor: {', '.join(codes) or reason}."
     return f"A/A passed: no difference between {counts} launches of the baseline."
 
 
 def _own_floor(run: Run, codes: tuple[str, ...], alpha: float) -> Floor | None:
     """What an A/A found, for its own report."""
-    if set(codes) - {AA_CODE} or not run.of("baseline") or not run.of("candidate"):
+    if set(codes) - {AA_CODE} or not floors.enough(run):
         return None
     return floors.measure(run, min(len(run.of(variant)) for variant in VARIANTS), alpha)

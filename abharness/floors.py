@@ -41,11 +41,16 @@ class Floor:
     answers: tuple[AnswerFloor, ...]
 
 
+def enough(run: Run) -> bool:
+    """Whether an A/A has the two launches a variant below which it could find no difference."""
+    return min(len(run.of("baseline")), len(run.of("candidate"))) >= 2
+
+
 def measure(run: Run, group: int, alpha: float) -> Floor:
     """The floor of an A/A run.
 
     Args:
-        run: An A/A run with at least one completed launch of each of its halves.
+        run: An A/A run that has `enough` launches.
         group: Launches a variant of the run that will use it.
         alpha: Share of the splits that may lie above the floor.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from abharness.checks import CODES
 from abharness.record import Finding, Variant
 from abharness.runs import CellKey, Launch, Run
-from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, ExperimentSpec
+from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, VARIANTS, ExperimentSpec
 from abharness.stats import order_correlation
 
 
@@ -74,6 +74,13 @@ ORDER_LIMIT = 0.4
 a variant and 0.29 with three."""
 
 
+def confounded(order: Sequence[Variant]) -> float | None:
+    """The correlation of variant and time of launches in this order, where it is too large to judge by; else None."""
+    one, two = ([place for place, side in enumerate(order) if side == variant] for variant in VARIANTS)
+    correlation = order_correlation(one, two)
+    return correlation if min(len(one), len(two)) > 1 and abs(correlation) >= ORDER_LIMIT else None
+
+
 def time_positions(sides: list[Side]) -> dict[int, int]:
     """Launch index -> place in time among the completed launches; empty where the variants come from two runs.
 
@@ -89,14 +96,15 @@ def time_positions(sides: list[Side]) -> dict[int, int]:
 def order_findings(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -> list[Seen]:
     """Orders of launches that confound the variants with time."""
     places = time_positions(sides)
-    one, two = ([places[x.record.launch_index] for x in side.launches if places] for side in sides)
-    correlation = order_correlation(one, two)
+    ran = {places[launch.record.launch_index]: side.variant for side in sides for launch in side.launches if places}
+    order = [ran[place] for place in sorted(ran)]
     if sides[0].run.path != sides[1].run.path:
         message = "the variants come from two runs: whatever changed between them counts as a difference"
         hint = "run both variants in one experiment, or compare with --allow order_confounded"
-    elif min(len(one), len(two)) > 1 and abs(correlation) >= ORDER_LIMIT:
+    elif (correlation := confounded(order)) is not None:
+        sequence = " ".join(variant[0] for variant in order)
         message = (
-            f"design.order is {spec.design.order}, and the launches as they ran ({_sequence(sides, places)}) correlate "
+            f"design.order is {spec.design.order}, and the launches as they ran ({sequence}) correlate "
             f"variant with time: {correlation:+.2f}, limit {ORDER_LIMIT}; drift counts as a difference"
         )
         advice = "use another seed or design.order abba" if spec.design.order == "random" else "use design.order abba"
@@ -108,11 +116,6 @@ def order_findings(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]
     if "order_confounded" in allow:
         return []
     return [Seen("order", Finding(code="order_confounded", message=message, hint=hint))]
-
-
-def _sequence(sides: list[Side], places: dict[int, int]) -> str:
-    variants = {places[launch.record.launch_index]: side.variant for side in sides for launch in side.launches}
-    return " ".join(variants[place][0] for place in sorted(variants))
 
 
 def _identity(launch: Launch) -> dict[str, str]:

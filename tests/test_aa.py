@@ -101,6 +101,28 @@ def test_an_aa_that_is_not_valid_gives_no_floor(tmp_path: Path, capsys: Any) -> 
     assert "A/A not valid, no floor: undeclared_difference" in report(capsys, run)
 
 
+def test_an_aa_of_one_launch_a_variant_could_find_nothing_and_says_so(tmp_path: Path, capsys: Any) -> None:
+    aa = write_run(tmp_path / "aa", launches([100], [130]), "design.launches_per_variant=1", aa=True)
+    code, found = compare(capsys, aa)
+    assert (code, found["floor"]) == (3, None)
+    assert "A/A not valid, no floor: one launch a variant shows no spread." in report(capsys, aa)
+    run = write_run(tmp_path / "ab", launches(STEADY, [s * 1.05 for s in STEADY]))
+    assert f"A/A run {aa} gives no floor: one launch a variant shows no spread" in report(capsys, run)
+
+
+def test_a_waiver_holds_for_the_aa_too(tmp_path: Path, capsys: Any) -> None:
+    run = write_run(tmp_path / "ab", launches(STEADY, [s * 1.05 for s in STEADY]))
+    made = launches(STEADY, STEADY)
+    made["baseline"][0].env = {"SEEN": "1"}
+    write_run(tmp_path / "aa", made, aa=True)
+    assert "gives no floor: it is not valid (undeclared_difference)" in report(capsys, run)
+    assert headline(compare(capsys, run, "--allow", "env.SEEN")[1])["floor"] is None, "nor is it the run's baseline"
+    made["baseline"][0].env = {}
+    made["candidate"][0].env = {"SEEN": "1"}
+    write_run(tmp_path / "aa2", made, aa=True)
+    assert headline(compare(capsys, run, "--allow", "env.SEEN")[1])["floor"] is not None
+
+
 def test_a_change_within_the_floor_is_not_called_and_names_the_aa(tmp_path: Path, capsys: Any) -> None:
     run = write_run(tmp_path / "ab", launches(STEADY, [s * 1.05 for s in STEADY]))
     assert headline(compare(capsys, run)[1])["call"] == "better"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from abharness.cli import main
-from tests.synthetic import Made, write_run
+from tests.synthetic import SPEC, Made, write_run
 
 JITTER = [0.0005, -0.0005, 0.0003, -0.0002, 0.0001, -0.0003, 0.0002, 0.0]
 
@@ -105,7 +105,6 @@ def test_three_launches_name_no_outlier(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_random_order_that_happens_to_confound_has_the_code_and_the_correlation(tmp_path: Path, capsys: Any) -> None:
-    """Seed 5 draws candidate, baseline, candidate, baseline; seed 0 alternates."""
     launches: Any = {"baseline": made(100, 101), "candidate": made(130, 131)}
     design = ("design.order=random", "design.launches_per_variant=2")
     codes: dict[str, int] = {}
@@ -133,3 +132,18 @@ def test_launches_run_again_later_confound_though_the_plan_did_not(tmp_path: Pat
     assert "order_confounded: order: design.order is abba, and the launches as they ran (b b c c)" in out
     assert "launches were run again later: start a new run" in out
     assert main(["compare", str(run), "--allow", "order_confounded"]) == 0
+
+
+def test_a_random_order_that_will_confound_is_told_before_anything_runs(tmp_path: Path, capsys: Any) -> None:
+    warned = []
+    for seed in range(8):
+        design = ["--set", "design.order=random", "--set", "design.launches_per_variant=2"]
+        spec = tmp_path / "made.yaml"
+        spec.write_text(SPEC)
+        assert main(["run", str(spec), "--dry-run", *design, "--set", f"design.seed={seed}"]) == 0
+        out = capsys.readouterr()
+        order = next(line for line in out.out.splitlines() if line.startswith("order")).split()[1:5]
+        alternates = order[0] == order[2] and order[1] == order[3]
+        assert ("correlates variant with time" in out.err) == alternates
+        warned.append(alternates)
+    assert set(warned) == {True, False}
