@@ -83,7 +83,7 @@ CODES: dict[str, Code] = {
         "give the client a core of its own, or lower the concurrency",
     ),
     "order_confounded": Code(
-        "all launches of one variant came before the other's: drift counts as a difference", "use design.order abba"
+        "variant and time go together in the launches: drift counts as a difference", "use design.order abba"
     ),
     "undeclared_difference": Code(
         "the variants differ in more than what was declared", "make them equal, or compare with --allow NAME"

@@ -115,16 +115,20 @@ def find_aa_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     Returns:
         Their folders in order of their names, and a warning for each folder beside that could not be looked at.
     """
-    beside = {folder.parent for path in paths for folder in path.absolute().parent.glob(f"*/{RUN_FILE}")}
-    given = {path.absolute(): path for path in paths}
+    known = {path.absolute(): path for path in paths}
+    for path in paths:
+        # Named as the run itself is: relative paths stay relative.
+        near = path.parent if path.parent.absolute() == path.absolute().parent else path.absolute().parent
+        for file in near.glob(f"*/{RUN_FILE}"):
+            known.setdefault(file.parent.absolute(), file.parent)
     found: list[Path] = []
     warnings: list[str] = []
-    for folder in sorted({*given, *beside}):
+    for _, folder in sorted(known.items()):
         try:
             if read_model(folder / RUN_FILE, RunRecord).aa:
-                found.append(given.get(folder, folder))
+                found.append(folder)
         except RecordError as error:
-            if folder not in given:  # one that was asked for is read, and refused, on its own account
+            if folder not in paths:  # one that was asked for is read, and refused, on its own account
                 warnings.append(f"not looked at for an A/A floor: {error}")
     return found, warnings
 

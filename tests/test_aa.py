@@ -237,6 +237,17 @@ def test_a_results_folder_lists_an_aa_as_what_it_is(tmp_path: Path, capsys: Any)
     assert out.count('switch SWITCH: unset -> "1"') == 1
 
 
+def test_an_aa_beside_is_named_as_the_run_is_relative_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    write_run(tmp_path / "ab", launches(STEADY, STEADY))
+    aa = write_run(tmp_path / "aa", launches(STEADY, STEADY[::-1]), aa=True)
+    monkeypatch.chdir(tmp_path)
+    assert "in groups of 4 (aa)" in report(capsys, "ab")
+    monkeypatch.chdir(tmp_path / "ab")
+    assert f"in groups of 4 ({aa})" in report(capsys, ".")
+
+
 def test_a_damaged_run_beside_is_a_warning_and_no_obstacle(tmp_path: Path, capsys: Any) -> None:
     run = write_run(tmp_path / "ab", launches(STEADY, [s * 1.05 for s in STEADY]))
     (tmp_path / "broken").mkdir()
