@@ -29,9 +29,9 @@ FREEDOM_SHARE = 0.9
 """Part of Welch's estimated degrees of freedom that is used, but at least the smaller variant's launches less one.
 
 The estimate is itself uncertain with few launches, and that shows in the far tail where a corrected p is read: of A/A
-experiments whose candidate has three times the noise, with four launches a variant, plain Welch calls 5.5% at six cells
-and 5.9% at twelve (40,000 drawn; alpha 0.05), this 4.4% and 4.5%. It costs little: a change of four standard deviations
-is found in 94% of cells instead of 96%."""
+experiments whose candidate has three times the noise, with four launches a variant, plain Welch calls 5.7% at six cells
+and 5.9% at twelve, this 4.6% at both (alpha 0.05; `python -m tests.benchmarks.other_tests` draws 40,000 of them). It
+costs little: a change of four standard deviations is found in 94% of cells instead of 96%."""
 
 OUTLIER_DEVIATIONS = 10.0
 """Robust standard deviations from the median at which a launch stands out. A median deviation of so few launches is

@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from abharness.compare import compare_runs
+from tests.benchmarks.other_tests import TESTS
 from tests.simulation import Setting, Simulator
 
 EXPERIMENTS = 300
@@ -53,6 +55,18 @@ def test_decode_and_prefill_cells_are_one_family() -> None:
     raw = sorted(row.ratio.p for row in rows if row.ratio.p is not None)
     corrected = sorted(row.p for row in rows if row.p is not None)
     assert corrected[0] == pytest.approx(min(1.0, 3 * raw[0]))
+
+
+def test_the_vectorised_twin_of_the_benchmark_is_the_shipped_test() -> None:
+    made = Simulator(Setting("heteroscedastic", cells=3))
+    rates = made.draw(5, 0)
+    is_candidate = np.array([variant == "candidate" for variant in made.order])
+    logs = np.log(rates)
+    twin = next(iter(TESTS.values()))(logs[:, ~is_candidate], logs[:, is_candidate])
+    for values, expected in zip(rates, twin, strict=True):
+        run = made.run(values)
+        rows = [row for cell in compare_runs(run, run).cells for row in cell.rows if row.decisive]
+        assert [row.p for row in rows] == pytest.approx(list(expected))
 
 
 def test_the_same_seed_draws_the_same_experiments() -> None:
