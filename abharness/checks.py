@@ -83,13 +83,16 @@ CODES: dict[str, Code] = {
         "give the client a core of its own, or lower the concurrency",
     ),
     "order_confounded": Code(
-        "all launches of one variant came before the other's: drift counts as a difference", "use design.order abba"
+        "variant and time go together in the launches: drift counts as a difference", "use design.order abba"
     ),
     "undeclared_difference": Code(
         "the variants differ in more than what was declared", "make them equal, or compare with --allow NAME"
     ),
     "accuracy_below_floor": Code(
         "a variant's answers fell through the floor: its speed is not a gain", "look at its answers in gsm8k.jsonl"
+    ),
+    "aa_difference": Code(
+        "an A/A found a difference: two variants that are one and the same server differ", "run the A/A again"
     ),
     "launch_failed": Code("a planned launch is missing or failed", "rerun with --resume"),
     "one_witness": Code(

@@ -13,7 +13,7 @@ from typing import Any
 
 from abharness import compare, inspection, prepare, probe, report
 from abharness.errors import UsageError
-from abharness.plan import Host, Plan, build_plan, describe
+from abharness.plan import Host, Plan, build_plan, describe, launch_order
 from abharness.progress import Reporter
 from abharness.record import EnvironmentCheck
 from abharness.runner import Runner
@@ -22,6 +22,7 @@ from abharness.spec import DesignSpec, ExperimentSpec, Primary
 from abharness.specload import load_spec, spec_warnings
 from abharness.storage import write_text_atomic
 from abharness.telemetry import open_gpu
+from abharness.validity import confounded
 from abharness.verify import suspicious_values
 
 
@@ -69,7 +70,13 @@ def load(path: Path, overrides: Sequence[str], only: Sequence[str]) -> Experimen
 def warnings(spec: ExperimentSpec) -> list[str]:
     """Doubts about a spec that can be run, one line each."""
     findings = [*spec_warnings(spec), *suspicious_values(spec.merged_env("baseline"), spec.merged_env("candidate"))]
-    return [f"{finding.message}; {finding.hint}" if finding.hint else finding.message for finding in findings]
+    told = [f"{finding.message}; {finding.hint}" if finding.hint else finding.message for finding in findings]
+    if spec.design.order == "random" and (drawn := confounded(launch_order(spec.design))) is not None:
+        told.append(
+            f"design.order random draws an order with seed {spec.design.seed} that correlates variant with time "
+            f"({drawn:+.2f}): there will be no verdict; use another seed or design.order abba"
+        )
+    return told
 
 
 def dry_run(spec: ExperimentSpec, environ: Mapping[str, str]) -> str:
@@ -115,7 +122,7 @@ def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, report
 
 
 def _report(run_dir: Path) -> RunResult:
-    comparison = compare.compare_run(run_dir)
+    (comparison,) = compare.compare_folders([run_dir])
     text = report.render([comparison], "text")
     write_text_atomic(run_dir / "comparison.json", report.render([comparison], "json"))
     write_text_atomic(run_dir / "report.md", report.render([comparison], "markdown"))

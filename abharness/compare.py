@@ -2,124 +2,38 @@
 
 Everything is computed from the launches' raw records. The sample is one launch: a cell's value in a launch is the
 median over its repeats, a variant's value the median over its launches. A change is called only if it is significant
-after correction over the cells, larger than `min_effect`, and the cell is valid; otherwise it is `~`, or there is no
-verdict and the codes say why.
+after correction over the cells, larger than `min_effect`, larger than the A/A floor when one was measured, and the cell
+is valid; otherwise it is `~`, or there is no verdict and the codes say why.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
-from abharness import metrics, stats
-from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy, check_cell
+from abharness import floors, metrics, stats
+from abharness.cells import ByLaunch, Cell, CellFloor, call_cells, launch_values
+from abharness.checks import CODES, check_cell
+from abharness.diagnostics import remark
+from abharness.effects import Effect, effect_findings, effects
 from abharness.errors import RecordError
-from abharness.flips import Flip, explain_flip
-from abharness.record import AnswerRecord, Finding, Variant
-from abharness.runs import CellKey, Run, find_runs, read_run
-from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload, Primary
-from abharness.validity import (
-    Effect,
-    Seen,
-    Side,
-    differences,
-    effect_findings,
-    effects,
-    failed_launches,
-    launch_findings,
-    order_findings,
-)
+from abharness.floors import Floor
+from abharness.paired import Accuracy, compare_answers
+from abharness.record import Finding, Variant
+from abharness.runs import CellKey, Run, find_aa_runs, find_runs, read_run
+from abharness.spec import VARIANTS, ExperimentSpec
+from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings, time_positions
 
-Call = Literal["better", "worse", "~", "no verdict"]
 Outcome = Literal["no regression", "regression", "no verdict", "launch failed"]
 
 EXIT_CODES: dict[Outcome, int] = {"no regression": 0, "regression": 1, "no verdict": 3, "launch failed": 4}
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One metric of one cell.
-
-    Attributes:
-        samples: Launch values by variant, stored units, in launch order.
-        ratio: Effect, interval and uncorrected p.
-        p: Corrected over the cells of this metric; None if it could not be computed.
-        call: What may be said.
-        notes: Reasons and remarks, for footnotes.
-        decisive: It decides the verdict; the other rows describe.
-    """
-
-    metric: metrics.Metric
-    samples: dict[Variant, list[float]]
-    ratio: stats.Ratio
-    p: float | None
-    call: Call
-    notes: tuple[str, ...] = ()
-    decisive: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One cell with its rows; `codes` are the invalidating codes found in it."""
-
-    key: CellKey
-    kind: metrics.Kind
-    rows: list[Row]
-    codes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedAnswer:
-    """A question whose answer differs between the variants.
-
-    Attributes:
-        flips_within: Launches of one and the same variant disagree on it too.
-    """
-
-    doc_id: int
-    baseline: str
-    candidate: str
-    flip: Flip
-    flips_within: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """One gsm8k workload.
-
-    Attributes:
-        num_questions: Questions that both variants were asked.
-        right: Questions right in most launches of a variant.
-        states: Counts of each answer state over all launches of a variant.
-        exact_match: Right answers of every launch, by filter and variant.
-        only_baseline: Right in the baseline only.
-        only_candidate: Right in the candidate only.
-        p: Exact McNemar on those two.
-        identical_texts: Questions whose text is the same in the first launches of both variants.
-        changed: Every question whose answer differs.
-        flips_within: Questions on which launches of one variant disagree, by variant.
-        notes: Remarks on the accuracy row, for footnotes.
-    """
-
-    workload: str
-    num_questions: int
-    right: dict[Variant, int]
-    states: dict[Variant, dict[str, int]]
-    exact_match: dict[str, dict[Variant, list[int]]]
-    only_baseline: int
-    only_candidate: int
-    p: float
-    call: Call
-    identical_texts: int
-    changed: list[ChangedAnswer]
-    flips_within: dict[Variant, int]
-    notes: tuple[str, ...] = ()
+AA_CODE = "aa_difference"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +46,8 @@ class Comparison:
         codes: Invalidating codes, each once, in order of finding.
         allowed: Waived undeclared differences.
         advice: Findings that do not invalidate.
+        aa: The baseline ran against itself.
+        floor: What an A/A measured; None for an A/B, and for an A/A that is not valid.
     """
 
     experiment: str
@@ -151,6 +67,8 @@ class Comparison:
     allowed: tuple[str, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    aa: bool = False
+    floor: Floor | None = None
 
     @property
     def exit_code(self) -> int:
@@ -161,25 +79,83 @@ class Comparison:
 def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[Comparison]:
     """One comparison for each run found, or one across two run folders.
 
+    A/A runs, among the folders and beside the runs in them, give the floor of the runs whose server, machine and
+    workloads are theirs.
+
     Args:
-        folders: Results folders or run folders. Exactly two run folders: the baseline launches of the first against
-            the candidate launches of the second.
+        folders: Results folders or run folders. Exactly two run folders, none an A/A: the baseline launches of the
+            first against the candidate launches of the second.
         allow: Names of undeclared differences, or `order_confounded`, to let pass; they are printed in the result.
 
     Raises:
         RecordError: Nothing to compare, or a record is damaged.
     """
     paths = find_runs(folders)
-    if len(folders) == 2 and list(map(Path, folders)) == paths:
+    aa_paths, warnings = find_aa_runs(paths)
+    references = [_aa_run(path, allow) for path in aa_paths]
+    if len(folders) == 2 and list(map(Path, folders)) == paths and not set(paths) & set(aa_paths):
         first, second = read_run(paths[0]), read_run(paths[1])
-        return [_compare(first, second, allow)]
-    return [compare_run(path, allow) for path in paths]
+        return [compare_runs(first, second, allow, references, warnings)]
+    return [compare_runs(run := read_run(path), run, allow, references, warnings) for path in paths]
 
 
-def compare_run(path: Path, allow: Sequence[str] = ()) -> Comparison:
-    """Compare the two variants of one run."""
-    run = read_run(path)
-    return _compare(run, run, allow)
+@dataclass(frozen=True, slots=True)
+class AaRun:
+    """An A/A run that may give a floor.
+
+    Attributes:
+        codes: Why it gives none: its invalidating codes; empty where it is valid.
+        differs: It found a difference between equal variants.
+    """
+
+    run: Run
+    codes: tuple[str, ...]
+    differs: bool
+
+
+def _aa_run(path: Path, allow: Sequence[str]) -> AaRun | str:
+    """An A/A with its validity, computed from its records; a text where they cannot be read."""
+    try:
+        run = read_run(path)
+        found = compare_runs(run, run, allow)
+    except RecordError as error:
+        return f"{path} gives no floor: {error}"
+    return AaRun(run, tuple(code for code in found.codes if code != AA_CODE), AA_CODE in found.codes)
+
+
+def _floors(sides: list[Side], alpha: float, references: Sequence[AaRun | str]) -> tuple[list[Floor], list[str]]:
+    """The floors that hold for these variants, and one note on each A/A that was looked at."""
+    found: list[Floor] = []
+    notes: list[str] = []
+    group = min(len(side.launches) for side in sides)
+    if sides[0].run.record.aa or not group:
+        return [], []
+    for reference in references:
+        if isinstance(reference, str):
+            notes.append(f"A/A run {reference}")
+            continue
+        name = f"A/A run {reference.run.path}"
+        if reference.codes:
+            notes.append(f"{name} gives no floor: it is not valid ({', '.join(reference.codes)})")
+        elif not floors.enough(reference.run):
+            notes.append(f"{name} gives no floor: one launch a variant shows no spread")
+        elif differs := floors.mismatch(sides[0].run, reference.run):
+            notes.append(f"{name} is not this server on this machine and gives no floor: {differs}")
+        else:
+            floor = floors.measure(reference.run, group, alpha)
+            found.append(floor)
+            notes.append(
+                f"A/A floor: {floor.launches} launches of the baseline, compared in groups of {floor.group} "
+                f"({floor.source}); no change within it is called"
+            )
+            if reference.differs:
+                notes.append(f"{name} found a difference between equal variants: be careful with what is called here")
+    if not found:
+        notes.append(
+            "no A/A floor was measured for this server on this machine, so what equal servers differ by is not known; "
+            "abharness run SPEC.yaml --aa measures it"
+        )
+    return found, notes
 
 
 def _spec(run: Run) -> ExperimentSpec:
@@ -191,19 +167,38 @@ def _spec(run: Run) -> ExperimentSpec:
         raise RecordError(f"{run.path}: recorded spec: {where}: {first['msg']}") from error
 
 
-def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
+def compare_runs(
+    first: Run,
+    second: Run,
+    allow: Sequence[str] = (),
+    references: Sequence[AaRun | str] = (),
+    warnings: Sequence[str] = (),
+) -> Comparison:
+    """Compare the baseline of one run with the candidate of another, or of the same.
+
+    Args:
+        first: Its baseline launches count.
+        second: Its candidate launches count.
+        allow: As for `compare_folders`.
+        references: A/A runs to look at for a floor; a text stands for one that could not be read.
+        warnings: Of the search for them.
+
+    Raises:
+        RecordError: The recorded spec cannot be read.
+    """
     spec = _spec(first)
     sides = [
         Side("baseline", first, first.of("baseline"), first.record.plan.count("baseline")),
         Side("candidate", second, second.of("candidate"), second.record.plan.count("candidate")),
     ]
-    cells, cell_seen = _cells(sides, spec)
-    accuracy, answer_seen, floor_seen = _accuracies(sides, spec)
+    measured, floor_notes = _floors(sides, spec.design.alpha, references)
+    cells, cell_seen = _cells(sides, spec, floors.by_cell(measured))
+    accuracy, answer_seen, floor_seen = compare_answers(sides, spec, floors.by_workload(measured))
     whole = [
         *failed_launches(sides),
         *launch_findings(sides, spec),
         *differences(sides, spec, allow),
-        *order_findings(first, second, spec, allow),
+        *order_findings(sides, spec, allow),
         *floor_seen,
     ]
     acted = effects(sides, spec)
@@ -226,6 +221,13 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
         outcome = "no verdict"
     else:
         outcome = "no regression"
+    aa = first.record.aa and first.path == second.path
+    if aa and not everything:
+        invalid += (differing := _aa_differences(cells, accuracy, spec.design.alpha))
+        if differing:
+            codes = (*codes, AA_CODE)
+        if differing or (outcome == "no regression" and not floors.enough(first)):
+            outcome = "no verdict"
     sources = (str(first.path),) if first.path == second.path else (str(first.path), str(second.path))
     return Comparison(
         experiment=spec.experiment,
@@ -236,26 +238,30 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
         switches=spec.switches(),
         effects=tuple(acted),
         outcome=outcome,
-        summary=_summary(outcome, cells, accuracy, codes),
+        summary=_aa_summary(outcome, codes, sides) if aa else _summary(outcome, cells, accuracy, codes),
         codes=codes,
         cells=cells,
         accuracy=accuracy,
         seen=invalid,
         advice=advice,
         allowed=tuple(allow),
-        notes=_notes(sides, spec, cells),
-        warnings=tuple(dict.fromkeys((*first.warnings, *second.warnings))),
+        notes=(*_notes(sides, spec, cells), *floor_notes),
+        warnings=tuple(dict.fromkeys((*first.warnings, *second.warnings, *warnings))),
+        aa=aa,
+        floor=_own_floor(first, codes, spec.design.alpha) if aa else None,
     )
 
 
-def _cells(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Cell], list[Seen]]:
+def _cells(
+    sides: list[Side], spec: ExperimentSpec, limits: Mapping[tuple[CellKey, str], CellFloor]
+) -> tuple[list[Cell], list[Seen]]:
+    """The cells with their calls, and what the checks of each cell saw."""
     kinds: dict[CellKey, metrics.Kind] = {}
-    values: dict[CellKey, dict[str, dict[Variant, list[float]]]] = {}
+    values: dict[CellKey, dict[str, ByLaunch]] = {}
     found: list[Seen] = []
     codes: dict[CellKey, list[str]] = defaultdict(list)
     for side in sides:
         for launch in side.launches:
-            per_cell: dict[CellKey, list[dict[str, float | None]]] = defaultdict(list)
             for record in launch.record.cells:
                 key = CellKey.of(record)
                 kinds[key] = record.kind
@@ -265,199 +271,12 @@ def _cells(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Cell], list[Se
                     found.append(Seen(where, finding))
                     if CODES[finding.code].invalidates:
                         codes[key].append(finding.code)
-                per_cell[key].append(metrics.cell_metrics(record, requests))
-            for key, repeats in per_cell.items():
-                table = values.setdefault(key, {})
-                for name in repeats[0]:
-                    numbers = [value for repeat in repeats if (value := repeat[name]) is not None]
-                    if numbers:
-                        table.setdefault(name, {v: [] for v in VARIANTS})[side.variant].append(
-                            statistics.median(numbers)
-                        )
-    cells: list[Cell] = []
-    by_name = {metric.name: metric for metric in metrics.METRICS}
-    for key, table in values.items():
-        rows = [_row(by_name[name], samples, spec) for name, samples in table.items()]
-        cells.append(Cell(key, kinds[key], rows, tuple(dict.fromkeys(codes[key]))))
-    return _call(cells, spec), found
-
-
-def _row(metric: metrics.Metric, samples: dict[Variant, list[float]], spec: ExperimentSpec) -> Row:
-    ratio = stats.compare_ratio(
-        samples["baseline"], samples["candidate"], alpha=spec.design.alpha, min_effect=spec.design.min_effect
-    )
-    return Row(metric, samples, ratio, None, "~")
-
-
-def _call(cells: list[Cell], spec: ExperimentSpec) -> list[Cell]:
-    """Correct p over the cells of each metric, leave the primary's as it is, and say what may be said."""
-    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
-    corrected: dict[tuple[CellKey, str], float] = {}
-    decisive: set[tuple[CellKey, str]] = set()
-    for metric in metrics.METRICS:
-        family: dict[CellKey, float] = {}
-        for cell in cells:
-            for row in cell.rows:
-                if row.metric is not metric:
-                    continue
-                key = cell.key
-                asked = primary is not None and metric.name == primary.metric
-                if asked and primary and primary.names(key.workload, cell.kind, key.input_len, key.max_concurrency):
-                    decisive.add((key, metric.name))
-                    if row.ratio.p is not None:
-                        corrected[key, metric.name] = row.ratio.p
-                    continue
-                if primary is None and metric.headline:
-                    decisive.add((key, metric.name))
-                if row.ratio.p is not None:
-                    family[key] = row.ratio.p
-        adjusted = stats.holm(list(family.values()))
-        corrected |= {(key, metric.name): p for key, p in zip(family, adjusted, strict=True)}
-    result: list[Cell] = []
-    for cell in cells:
-        rows = [
-            replace(
-                _called(row, corrected.get((cell.key, row.metric.name)), cell, spec),
-                decisive=(cell.key, row.metric.name) in decisive,
-            )
-            for row in cell.rows
-        ]
-        result.append(replace(cell, rows=rows))
-    return result
-
-
-def _called(row: Row, p: float | None, cell: Cell, spec: ExperimentSpec) -> Row:
-    effect = row.ratio.effect
-    if cell.codes:
-        return replace(row, p=p, call="no verdict", notes=cell.codes)
-    if effect is None:
-        return replace(row, call="no verdict", notes=(row.ratio.reason or "unknown",))
-    if p is None or p >= spec.design.alpha or abs(effect) <= spec.design.min_effect:
-        notes = () if row.ratio.reason is None else (row.ratio.reason,)
-        return replace(row, p=p, call="~", notes=notes)
-    better = (effect > 0) == row.metric.higher_is_better
-    return replace(row, p=p, call="better" if better else "worse")
-
-
-def _accuracies(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Accuracy], list[Seen], list[Seen]]:
-    """Every gsm8k workload; findings about its own answers; findings that touch the whole comparison."""
-    results: list[Accuracy] = []
-    own: list[Seen] = []
-    floors: list[Seen] = []
-    for workload in spec.workloads:
-        if not isinstance(workload, Gsm8kWorkload):
-            continue
-        tables: dict[Variant, list[dict[int, AnswerRecord]]] = {}
-        bad = False
-        for side in sides:
-            tables[side.variant] = []
-            for launch in side.launches:
-                records = launch.answers.get(workload.name, [])
-                where = f"launch {launch.record.launch_index}-{side.variant}, {workload.name}"
-                asked = next((run.doc_ids for run in launch.record.accuracy if run.workload == workload.name), [])
-                findings = check_accuracy(records, asked)
-                own += [Seen(where, finding) for finding in findings]
-                bad = bad or any(CODES[finding.code].invalidates for finding in findings)
-                tables[side.variant].append({record.doc_id: record for record in records})
-        if all(tables.values()):
-            result = _accuracy(workload, tables, spec)
-            results.append(replace(result, call="no verdict") if bad else result)
-            floors += _floor(workload, result)
-    return results, own, floors
-
-
-def _accuracy(
-    workload: Gsm8kWorkload, tables: dict[Variant, list[dict[int, AnswerRecord]]], spec: ExperimentSpec
-) -> Accuracy:
-    common = sorted(set.intersection(*(set(table) for part in tables.values() for table in part)))
-
-    def most(variant: Variant, doc_id: int) -> bool:
-        votes = [table[doc_id].state == "right" for table in tables[variant]]
-        return sum(votes) * 2 > len(votes)
-
-    def given(variant: Variant, doc_id: int) -> set[str]:
-        return {_given(table[doc_id]) for table in tables[variant]}
-
-    right = {variant: [doc_id for doc_id in common if most(variant, doc_id)] for variant in VARIANTS}
-    lost = sorted(set(right["baseline"]) - set(right["candidate"]))
-    gained = sorted(set(right["candidate"]) - set(right["baseline"]))
-    p = stats.mcnemar_exact(len(lost), len(gained))
-    call: Call = "~"
-    if p < spec.design.alpha:
-        call = "worse" if len(lost) > len(gained) else "better"
-    first = {variant: tables[variant][0] for variant in VARIANTS}
-    within = {variant: {d for d in common if len(given(variant, d)) > 1} for variant in VARIANTS}
-    changed = [
-        ChangedAnswer(
-            doc_id,
-            _given(first["baseline"][doc_id]),
-            _given(first["candidate"][doc_id]),
-            explain_flip(first["baseline"][doc_id], first["candidate"][doc_id]),
-            any(doc_id in part for part in within.values()),
-        )
-        for doc_id in common
-        if _given(first["baseline"][doc_id]) != _given(first["candidate"][doc_id])
-    ]
-    states = {
-        variant: dict(Counter(str(table[doc_id].state) for table in tables[variant] for doc_id in common))
-        for variant in VARIANTS
-    }
-    cut = {variant: states[variant].get("truncated", 0) for variant in VARIANTS}
-    asked = {variant: len(common) * len(tables[variant]) for variant in VARIANTS}
-    rates = [cut[variant] / asked[variant] if asked[variant] else 0.0 for variant in VARIANTS]
-    notes: tuple[str, ...] = ()
-    if abs(rates[0] - rates[1]) > TRUNCATION_LIMIT:
-        told = ", ".join(f"{variant} {cut[variant]} of {asked[variant]}" for variant in VARIANTS)
-        notes = (
-            f"answers were cut at max_tokens at different rates: {told}; raise max_tokens before judging accuracy",
-        )
-    return Accuracy(
-        workload=workload.name,
-        num_questions=len(common),
-        right={variant: len(part) for variant, part in right.items()},
-        states=states,
-        exact_match={
-            name: {v: [sum(_matched(t[d], name) for d in common) for t in tables[v]] for v in VARIANTS}
-            for name in ("strict-match", "flexible-extract")
-        },
-        only_baseline=len(lost),
-        only_candidate=len(gained),
-        p=p,
-        call=call,
-        identical_texts=sum(first["baseline"][d].resps == first["candidate"][d].resps for d in common),
-        changed=changed,
-        flips_within={variant: len(part) for variant, part in within.items()},
-        notes=notes,
-    )
-
-
-def _matched(record: AnswerRecord, name: str) -> bool:
-    extraction = record.extractions.get(name)
-    return bool(extraction and extraction.exact_match)
-
-
-def _given(record: AnswerRecord) -> str:
-    """The answer as a person would read it: the number found, or why there is none."""
-    if record.state in ("truncated", "no_answer", "error"):
-        return record.state
-    extraction = record.extractions.get(record.filter)
-    return (extraction.value if extraction else None) or "no_answer"
-
-
-def _floor(workload: Gsm8kWorkload, result: Accuracy) -> list[Seen]:
-    if workload.min_exact_match is None:
-        return []
-    found: list[Seen] = []
-    for variant in VARIANTS:
-        share = result.right[variant] / result.num_questions if result.num_questions else 0.0
-        if share < workload.min_exact_match:
-            message = (
-                f"{variant} answers {result.right[variant]} of {result.num_questions} right ({share:.0%}), "
-                f"the floor is {workload.min_exact_match:.0%}"
-            )
-            hint = "its speed is not reported as a gain; look at its answers for garbled text"
-            found.append(Seen(workload.name, Finding(code="accuracy_below_floor", message=message, hint=hint)))
-    return found
+            for key, table in launch_values(launch).items():
+                for name, value in table.items():
+                    samples = values.setdefault(key, {}).setdefault(name, {v: {} for v in VARIANTS})
+                    samples[side.variant][launch.record.launch_index] = value
+    cells = call_cells(values, kinds, codes, spec, limits)
+    return remark(cells, time_positions(sides), spec.design), found
 
 
 def _summary(outcome: Outcome, cells: list[Cell], accuracy: list[Accuracy], codes: tuple[str, ...]) -> str:
@@ -482,20 +301,70 @@ def _notes(sides: list[Side], spec: ExperimentSpec, cells: list[Cell]) -> tuple[
     notes: list[str] = []
     least = min(len(side.launches) for side in sides)
     if 0 < least < 4:
+        risk = ""
+        if least == 2:
+            risk = (
+                ", and where a server's clocks are in one of two states for a whole launch, up to 12% of equal variants "
+                "are called different"
+            )
         notes.append(
-            f"n={least} launches a variant: intervals are wide, and with bimodal noise a call at this n is false more "
-            f"often than alpha says; use launches_per_variant 4 or more for a decision"
+            f"n={least} launches a variant: intervals are wide{risk}; use launches_per_variant 4 or more for a decision"
         )
-    unclear = [
-        row.ratio for cell in cells for row in cell.rows if row.decisive and row.call == "~" and row.p is not None
+    noises = [
+        row.ratio.noise
+        for cell in cells
+        for row in cell.rows
+        if row.decisive and row.call == "~" and row.ratio.noise is not None
     ]
-    if unclear:
-        needed = [ratio.launches_needed for ratio in unclear]
-        many = f"{max(n for n in needed if n)}" if all(needed) else f"more than {stats.MOST_LAUNCHES}"
-        shown = [ratio.detectable for ratio in unclear]
-        reach = f"about {max(d for d in shown if d):.0%} and more" if all(shown) else "none that would be believable"
+    if noises:
+        alpha, effect = spec.design.alpha, spec.design.min_effect
+        needed = stats.launches_needed(max(noises), effect, alpha)
+        many = f"more than {stats.MOST_LAUNCHES}" if needed is None else f"{needed}"
+        shown = stats.detectable_effect(max(noises), least, alpha)
+        reach = "none that would be believable" if shown is None else f"about {shown:.1%} and more"
         notes.append(
             f"~ means no difference shown. At the noise of the noisiest such cell, n={least} shows differences of {reach} "
-            f"(80% power, before correction); {spec.design.min_effect:.0%} would take {many} launches a variant"
+            f"(80% power, before correction); {effect:.0%} would take {many} launches a variant"
         )
     return tuple(notes)
+
+
+def _aa_differences(cells: list[Cell], accuracy: list[Accuracy], alpha: float) -> list[Seen]:
+    """What an A/A called: a difference between variants that are one and the same."""
+    hint = (
+        f"the variants are the same server: what differs is the machine or the order. With alpha {alpha:g} an A/A does "
+        f"this by chance up to {alpha:.0%} of the time: run it again; if it differs again, believe no A/B of this machine"
+    )
+
+    def differs(where: str, message: str) -> Seen:
+        return Seen(where, Finding(code=AA_CODE, message=message, hint=hint))
+
+    called = ("better", "worse")
+    found = [
+        differs(str(cell.key), f"{row.metric.name} of the second variant is {row.ratio.effect:+.2%} (p={row.p:.3f})")
+        for cell in cells
+        for row in cell.rows
+        if row.decisive and row.call in called
+    ]
+    for item in accuracy:
+        if item.call in called:
+            right = " and ".join(str(item.right[variant]) for variant in VARIANTS)
+            found.append(differs(item.workload, f"{right} of {item.num_questions} answers are right (p={item.p:.3f})"))
+    return found
+
+
+def _aa_summary(outcome: Outcome, codes: tuple[str, ...], sides: list[Side]) -> str:
+    counts = "+".join(str(len(side.launches)) for side in sides)
+    if AA_CODE in codes:
+        return f"A/A failed: {counts} launches of one and the same server differ."
+    if outcome in ("no verdict", "launch failed"):
+        reason = "one launch a variant shows no spread" if len(sides[0].launches) == 1 else "no cell could be judged"
+        return f"A/A not valid, no floor: {', '.join(codes) or reason}."
+    return f"A/A passed: no difference between {counts} launches of the baseline."
+
+
+def _own_floor(run: Run, codes: tuple[str, ...], alpha: float) -> Floor | None:
+    """What an A/A found, for its own report."""
+    if set(codes) - {AA_CODE} or not floors.enough(run):
+        return None
+    return floors.measure(run, min(len(run.of(variant)) for variant in VARIANTS), alpha)

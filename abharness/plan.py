@@ -276,6 +276,8 @@ def describe(spec: ExperimentSpec, plan: Plan) -> str:
         f"experiment {spec.experiment}  config {plan.config_hash}",
         f"order      {' '.join(launch.variant for launch in plan.launches)}  ({spec.design.order})",
     ]
+    if spec.is_aa:
+        lines.append("A/A        the baseline runs against itself")
     for name, values in spec.switches().items():
         shown = "   ".join(
             f"{variant}: {'(must be unset)' if value is None else json.dumps(value)}"

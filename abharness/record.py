@@ -471,6 +471,7 @@ class RunRecord(Model):
     Attributes:
         spec: The resolved spec as plain data.
         plan: Order of the launches, as variant names.
+        aa: The baseline ran against itself: both variants of `spec` are the baseline.
         provenance: Host, CPU, GPU, driver, versions, git commit and dirty flag of the working directory.
     """
 
@@ -483,3 +484,4 @@ class RunRecord(Model):
     spec: dict[str, Any]
     plan: list[Variant]
     provenance: dict[str, Any]
+    aa: bool = False

@@ -139,6 +139,7 @@ class Runner:
                 spec=_redacted_spec(self.spec),
                 plan=[launch.variant for launch in self.plan.launches],
                 provenance=provenance.collect(self.gpu),
+                aa=self.spec.is_aa,
             ),
         )
 

@@ -113,6 +113,30 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def find_aa_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """A/A runs among these run folders and beside them.
+
+    Returns:
+        Their folders in order of their names, and a warning for each folder beside that could not be looked at.
+    """
+    known = {path.absolute(): path for path in paths}
+    for path in paths:
+        # Named as the run itself is: relative paths stay relative.
+        near = path.parent if path.parent.absolute() == path.absolute().parent else path.absolute().parent
+        for file in near.glob(f"*/{RUN_FILE}"):
+            known.setdefault(file.parent.absolute(), file.parent)
+    found: list[Path] = []
+    warnings: list[str] = []
+    for _, folder in sorted(known.items()):
+        try:
+            if read_model(folder / RUN_FILE, RunRecord).aa:
+                found.append(folder)
+        except RecordError as error:
+            if folder not in paths:  # one that was asked for is read, and refused, on its own account
+                warnings.append(f"not looked at for an A/A floor: {error}")
+    return found, warnings
+
+
 def read_launch(path: Path) -> Launch:
     """Read the folder of one launch.
 

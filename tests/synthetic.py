@@ -72,6 +72,8 @@ class Made:
     server_info: Mapping[str, Any] | None = field(default_factory=lambda: {"vllm_config": {}, "vllm_env": {}})
     status: Any = "completed"
     failure: Failure | None = None
+    started_at: str = "2026-01-01T00:00:00+00:00"
+    model: str = "m"
 
 
 def spec(*overrides: str) -> ExperimentSpec:
@@ -83,9 +85,10 @@ def write_run(
     launches: Mapping[Variant, Sequence[Made]],
     *overrides: str,
     provenance: Mapping[str, Any] | None = None,
+    aa: bool = False,
 ) -> Path:
     """Write a run whose k-th launch of a variant is the k-th of `launches`; fewer than planned are left out."""
-    wanted = spec(*overrides)
+    wanted = spec(*overrides).against_itself() if aa else spec(*overrides)
     order = launch_order(wanted.design)
     folder.mkdir(parents=True)
     write_model(
@@ -99,6 +102,7 @@ def write_run(
             spec=wanted.model_dump(mode="json"),
             plan=order,
             provenance=dict(provenance or {"cpu": "x"}),
+            aa=aa,
         ),
     )
     counts: dict[Variant, int] = {"baseline": 0, "candidate": 0}
@@ -130,7 +134,7 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
     kept = asked[: len(asked) - made.drop_answers]
     if kept:
         append_lines(path / "gsm8k.jsonl", [answer(question, made) for question in kept])
-    env = {"SHARED": "1", **({"SWITCH": "1"} if variant == "candidate" else {}), **made.env}
+    env = {"SHARED": "1", **({"SWITCH": "1"} if variant == "candidate" and not wanted.is_aa else {}), **made.env}
     checks = [verification(when, wanted, variant, env) for when in ("before_load", "after_load")]
     write_model(
         path / "evidence.json",
@@ -151,12 +155,12 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
             variant=variant,
             sentinel=f"t-{index}",
             config_hash=config_hash(wanted),
-            started_at="2026-01-01T00:00:00+00:00",
+            started_at=made.started_at,
             argv=["python", "-m", "vllm", "serve", "m", "--port", "1", "--served-model-name", f"n-{index}"],
             env=env,
             inherited=[],
             not_passed=[],
-            model="m",
+            model=made.model,
             served_model_name=f"n-{index}",
             port=1,
             wall_s=1,

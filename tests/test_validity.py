@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from abharness.cli import main
-from abharness.compare import Comparison, compare_run
+from abharness.compare import Comparison, compare_folders
 from tests.synthetic import Made, write_run
 
 FAST = [Made(speed) for speed in (120, 121, 120.5, 121.5)]
@@ -28,7 +28,8 @@ def edit(
 
 
 def compared(run: Path) -> Comparison:
-    return compare_run(run)
+    (comparison,) = compare_folders([run])
+    return comparison
 
 
 @pytest.fixture

