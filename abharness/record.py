@@ -257,6 +257,10 @@ class ProcessWitness(Model):
         reason: Why the block proves nothing (wiped, empty, no permission, sentinel missing, ...).
         started_with: Value of each variable of interest in the exec-time block; None is proven unset. Empty unless
             `state` is `ok`.
+        renamed: Whether it shows a title in place of its arguments; with `state` `ok` that proves that the renaming
+            left the environment alone (`SPT_NOENV`). None: its arguments cannot be read, or nobody looked.
+        layout_checked: The block agrees with the number and the places of the entries that the kernel laid out at
+            exec. False: that could not be read (ptrace_scope). None: nobody looked.
     """
 
     pid: int
@@ -266,6 +270,8 @@ class ProcessWitness(Model):
     state: ReadState
     reason: str | None = None
     started_with: dict[str, str | None] = {}
+    renamed: bool | None = None
+    layout_checked: bool | None = None
 
 
 class EnvironmentCheck(Model):

@@ -234,6 +234,8 @@ def _witness(
         state=state,
         reason=reason,
         started_with=_recordable(started_with),
+        renamed=procfs.renamed(one),
+        layout_checked=read.layout_checked if state == "ok" else None,
     )
 
 
