@@ -8,8 +8,7 @@ verdict and the codes say why.
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,98 +17,18 @@ from typing import Literal
 from pydantic import ValidationError
 
 from abharness import metrics, stats
-from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy, check_cell
+from abharness.cells import Cell, Samples, call_cells, launch_values
+from abharness.checks import CODES, check_cell
 from abharness.errors import RecordError
-from abharness.flips import Flip, explain_flip
-from abharness.record import AnswerRecord, Finding, Variant
+from abharness.paired import Accuracy, compare_answers
+from abharness.record import Variant
 from abharness.runs import CellKey, Run, find_runs, read_run
-from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload, Primary
+from abharness.spec import VARIANTS, ExperimentSpec
 from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings
 
-Call = Literal["better", "worse", "~", "no verdict"]
 Outcome = Literal["no regression", "regression", "no verdict", "launch failed"]
 
 EXIT_CODES: dict[Outcome, int] = {"no regression": 0, "regression": 1, "no verdict": 3, "launch failed": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One metric of one cell.
-
-    Attributes:
-        samples: Launch values by variant, stored units, in launch order.
-        ratio: Effect, interval and uncorrected p.
-        p: Corrected over the cells of this metric; None if it could not be computed.
-        call: What may be said.
-        notes: Reasons and remarks, for footnotes.
-        decisive: It decides the verdict; the other rows describe.
-    """
-
-    metric: metrics.Metric
-    samples: dict[Variant, list[float]]
-    ratio: stats.Ratio
-    p: float | None
-    call: Call
-    notes: tuple[str, ...] = ()
-    decisive: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One cell with its rows; `codes` are the invalidating codes found in it."""
-
-    key: CellKey
-    kind: metrics.Kind
-    rows: list[Row]
-    codes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedAnswer:
-    """A question whose answer differs between the variants.
-
-    Attributes:
-        flips_within: Launches of one and the same variant disagree on it too.
-    """
-
-    doc_id: int
-    baseline: str
-    candidate: str
-    flip: Flip
-    flips_within: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Accuracy:
-    """One gsm8k workload.
-
-    Attributes:
-        num_questions: Questions that both variants were asked.
-        right: Questions right in most launches of a variant.
-        states: Counts of each answer state over all launches of a variant.
-        exact_match: Right answers of every launch, by filter and variant.
-        only_baseline: Right in the baseline only.
-        only_candidate: Right in the candidate only.
-        p: Exact McNemar on those two.
-        identical_texts: Questions whose text is the same in the first launches of both variants.
-        changed: Every question whose answer differs.
-        flips_within: Questions on which launches of one variant disagree, by variant.
-        notes: Remarks on the accuracy row, for footnotes.
-    """
-
-    workload: str
-    num_questions: int
-    right: dict[Variant, int]
-    states: dict[Variant, dict[str, int]]
-    exact_match: dict[str, dict[Variant, list[int]]]
-    only_baseline: int
-    only_candidate: int
-    p: float
-    call: Call
-    identical_texts: int
-    changed: list[ChangedAnswer]
-    flips_within: dict[Variant, int]
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +105,7 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
         Side("candidate", second, second.of("candidate"), second.record.plan.count("candidate")),
     ]
     cells, cell_seen = _cells(sides, spec)
-    accuracy, answer_seen, floor_seen = _accuracies(sides, spec)
+    accuracy, answer_seen, floor_seen = compare_answers(sides, spec)
     whole = [
         *failed_launches(sides),
         *launch_findings(sides),
@@ -233,13 +152,13 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
 
 
 def _cells(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Cell], list[Seen]]:
+    """The cells with their calls, and what the checks of each cell saw."""
     kinds: dict[CellKey, metrics.Kind] = {}
-    values: dict[CellKey, dict[str, dict[Variant, list[float]]]] = {}
+    values: dict[CellKey, dict[str, Samples]] = {}
     found: list[Seen] = []
     codes: dict[CellKey, list[str]] = defaultdict(list)
     for side in sides:
         for launch in side.launches:
-            per_cell: dict[CellKey, list[dict[str, float | None]]] = defaultdict(list)
             for record in launch.record.cells:
                 key = CellKey.of(record)
                 kinds[key] = record.kind
@@ -249,199 +168,11 @@ def _cells(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Cell], list[Se
                     found.append(Seen(where, finding))
                     if CODES[finding.code].invalidates:
                         codes[key].append(finding.code)
-                per_cell[key].append(metrics.cell_metrics(record, requests))
-            for key, repeats in per_cell.items():
-                table = values.setdefault(key, {})
-                for name in repeats[0]:
-                    numbers = [value for repeat in repeats if (value := repeat[name]) is not None]
-                    if numbers:
-                        table.setdefault(name, {v: [] for v in VARIANTS})[side.variant].append(
-                            statistics.median(numbers)
-                        )
-    cells: list[Cell] = []
-    by_name = {metric.name: metric for metric in metrics.METRICS}
-    for key, table in values.items():
-        rows = [_row(by_name[name], samples, spec) for name, samples in table.items()]
-        cells.append(Cell(key, kinds[key], rows, tuple(dict.fromkeys(codes[key]))))
-    return _call(cells, spec), found
-
-
-def _row(metric: metrics.Metric, samples: dict[Variant, list[float]], spec: ExperimentSpec) -> Row:
-    ratio = stats.compare_ratio(
-        samples["baseline"], samples["candidate"], alpha=spec.design.alpha, min_effect=spec.design.min_effect
-    )
-    return Row(metric, samples, ratio, None, "~")
-
-
-def _call(cells: list[Cell], spec: ExperimentSpec) -> list[Cell]:
-    """Correct p over the cells of each metric, leave the primary's as it is, and say what may be said."""
-    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
-    corrected: dict[tuple[CellKey, str], float] = {}
-    decisive: set[tuple[CellKey, str]] = set()
-    for metric in metrics.METRICS:
-        family: dict[CellKey, float] = {}
-        for cell in cells:
-            for row in cell.rows:
-                if row.metric is not metric:
-                    continue
-                key = cell.key
-                asked = primary is not None and metric.name == primary.metric
-                if asked and primary and primary.names(key.workload, cell.kind, key.input_len, key.max_concurrency):
-                    decisive.add((key, metric.name))
-                    if row.ratio.p is not None:
-                        corrected[key, metric.name] = row.ratio.p
-                    continue
-                if primary is None and metric.headline:
-                    decisive.add((key, metric.name))
-                if row.ratio.p is not None:
-                    family[key] = row.ratio.p
-        adjusted = stats.holm(list(family.values()))
-        corrected |= {(key, metric.name): p for key, p in zip(family, adjusted, strict=True)}
-    result: list[Cell] = []
-    for cell in cells:
-        rows = [
-            replace(
-                _called(row, corrected.get((cell.key, row.metric.name)), cell, spec),
-                decisive=(cell.key, row.metric.name) in decisive,
-            )
-            for row in cell.rows
-        ]
-        result.append(replace(cell, rows=rows))
-    return result
-
-
-def _called(row: Row, p: float | None, cell: Cell, spec: ExperimentSpec) -> Row:
-    effect = row.ratio.effect
-    if cell.codes:
-        return replace(row, p=p, call="no verdict", notes=cell.codes)
-    if effect is None:
-        return replace(row, call="no verdict", notes=(row.ratio.reason or "unknown",))
-    if p is None or p >= spec.design.alpha or abs(effect) <= spec.design.min_effect:
-        notes = () if row.ratio.reason is None else (row.ratio.reason,)
-        return replace(row, p=p, call="~", notes=notes)
-    better = (effect > 0) == row.metric.higher_is_better
-    return replace(row, p=p, call="better" if better else "worse")
-
-
-def _accuracies(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Accuracy], list[Seen], list[Seen]]:
-    """Every gsm8k workload; findings about its own answers; findings that touch the whole comparison."""
-    results: list[Accuracy] = []
-    own: list[Seen] = []
-    floors: list[Seen] = []
-    for workload in spec.workloads:
-        if not isinstance(workload, Gsm8kWorkload):
-            continue
-        tables: dict[Variant, list[dict[int, AnswerRecord]]] = {}
-        bad = False
-        for side in sides:
-            tables[side.variant] = []
-            for launch in side.launches:
-                records = launch.answers.get(workload.name, [])
-                where = f"launch {launch.record.launch_index}-{side.variant}, {workload.name}"
-                asked = next((run.doc_ids for run in launch.record.accuracy if run.workload == workload.name), [])
-                findings = check_accuracy(records, asked)
-                own += [Seen(where, finding) for finding in findings]
-                bad = bad or any(CODES[finding.code].invalidates for finding in findings)
-                tables[side.variant].append({record.doc_id: record for record in records})
-        if all(tables.values()):
-            result = _accuracy(workload, tables, spec)
-            results.append(replace(result, call="no verdict") if bad else result)
-            floors += _floor(workload, result)
-    return results, own, floors
-
-
-def _accuracy(
-    workload: Gsm8kWorkload, tables: dict[Variant, list[dict[int, AnswerRecord]]], spec: ExperimentSpec
-) -> Accuracy:
-    common = sorted(set.intersection(*(set(table) for part in tables.values() for table in part)))
-
-    def most(variant: Variant, doc_id: int) -> bool:
-        votes = [table[doc_id].state == "right" for table in tables[variant]]
-        return sum(votes) * 2 > len(votes)
-
-    def given(variant: Variant, doc_id: int) -> set[str]:
-        return {_given(table[doc_id]) for table in tables[variant]}
-
-    right = {variant: [doc_id for doc_id in common if most(variant, doc_id)] for variant in VARIANTS}
-    lost = sorted(set(right["baseline"]) - set(right["candidate"]))
-    gained = sorted(set(right["candidate"]) - set(right["baseline"]))
-    p = stats.mcnemar_exact(len(lost), len(gained))
-    call: Call = "~"
-    if p < spec.design.alpha:
-        call = "worse" if len(lost) > len(gained) else "better"
-    first = {variant: tables[variant][0] for variant in VARIANTS}
-    within = {variant: {d for d in common if len(given(variant, d)) > 1} for variant in VARIANTS}
-    changed = [
-        ChangedAnswer(
-            doc_id,
-            _given(first["baseline"][doc_id]),
-            _given(first["candidate"][doc_id]),
-            explain_flip(first["baseline"][doc_id], first["candidate"][doc_id]),
-            any(doc_id in part for part in within.values()),
-        )
-        for doc_id in common
-        if _given(first["baseline"][doc_id]) != _given(first["candidate"][doc_id])
-    ]
-    states = {
-        variant: dict(Counter(str(table[doc_id].state) for table in tables[variant] for doc_id in common))
-        for variant in VARIANTS
-    }
-    cut = {variant: states[variant].get("truncated", 0) for variant in VARIANTS}
-    asked = {variant: len(common) * len(tables[variant]) for variant in VARIANTS}
-    rates = [cut[variant] / asked[variant] if asked[variant] else 0.0 for variant in VARIANTS]
-    notes: tuple[str, ...] = ()
-    if abs(rates[0] - rates[1]) > TRUNCATION_LIMIT:
-        told = ", ".join(f"{variant} {cut[variant]} of {asked[variant]}" for variant in VARIANTS)
-        notes = (
-            f"answers were cut at max_tokens at different rates: {told}; raise max_tokens before judging accuracy",
-        )
-    return Accuracy(
-        workload=workload.name,
-        num_questions=len(common),
-        right={variant: len(part) for variant, part in right.items()},
-        states=states,
-        exact_match={
-            name: {v: [sum(_matched(t[d], name) for d in common) for t in tables[v]] for v in VARIANTS}
-            for name in ("strict-match", "flexible-extract")
-        },
-        only_baseline=len(lost),
-        only_candidate=len(gained),
-        p=p,
-        call=call,
-        identical_texts=sum(first["baseline"][d].resps == first["candidate"][d].resps for d in common),
-        changed=changed,
-        flips_within={variant: len(part) for variant, part in within.items()},
-        notes=notes,
-    )
-
-
-def _matched(record: AnswerRecord, name: str) -> bool:
-    extraction = record.extractions.get(name)
-    return bool(extraction and extraction.exact_match)
-
-
-def _given(record: AnswerRecord) -> str:
-    """The answer as a person would read it: the number found, or why there is none."""
-    if record.state in ("truncated", "no_answer", "error"):
-        return record.state
-    extraction = record.extractions.get(record.filter)
-    return (extraction.value if extraction else None) or "no_answer"
-
-
-def _floor(workload: Gsm8kWorkload, result: Accuracy) -> list[Seen]:
-    if workload.min_exact_match is None:
-        return []
-    found: list[Seen] = []
-    for variant in VARIANTS:
-        share = result.right[variant] / result.num_questions if result.num_questions else 0.0
-        if share < workload.min_exact_match:
-            message = (
-                f"{variant} answers {result.right[variant]} of {result.num_questions} right ({share:.0%}), "
-                f"the floor is {workload.min_exact_match:.0%}"
-            )
-            hint = "its speed is not reported as a gain; look at its answers for garbled text"
-            found.append(Seen(workload.name, Finding(code="accuracy_below_floor", message=message, hint=hint)))
-    return found
+            for key, table in launch_values(launch).items():
+                for name, value in table.items():
+                    samples = values.setdefault(key, {}).setdefault(name, {v: [] for v in VARIANTS})
+                    samples[side.variant].append(value)
+    return call_cells(values, kinds, codes, spec), found
 
 
 def _summary(outcome: Outcome, cells: list[Cell], accuracy: list[Accuracy], codes: tuple[str, ...]) -> str:

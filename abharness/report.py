@@ -12,8 +12,10 @@ import statistics
 from typing import Any
 
 from abharness import stats
+from abharness.cells import Cell, Row
 from abharness.checks import CODES
-from abharness.compare import Accuracy, Cell, Comparison, Row
+from abharness.compare import Comparison
+from abharness.paired import Accuracy, ChangedAnswer
 from abharness.record import Variant
 from abharness.spec import VARIANTS
 
@@ -116,7 +118,7 @@ def _accuracy_rows(item: Accuracy, notes: _Footnotes) -> list[list[str]]:
     return rows
 
 
-def _changed(change: Any) -> str:
+def _changed(change: ChangedAnswer) -> str:
     flip = change.flip
     text = f"question {change.doc_id}: {change.baseline} against {change.candidate}"
     if flip.position is not None:

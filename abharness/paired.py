@@ -1,0 +1,183 @@
+"""Two variants' answers, paired by question -> what changed, whether it is significant, and which answers they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from abharness import stats
+from abharness.cells import Call
+from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy
+from abharness.flips import Flip, explain_flip
+from abharness.record import AnswerRecord, Finding, Variant
+from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload
+from abharness.validity import Seen, Side
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedAnswer:
+    """A question whose answer differs between the variants.
+
+    Attributes:
+        flips_within: Launches of one and the same variant disagree on it too.
+    """
+
+    doc_id: int
+    baseline: str
+    candidate: str
+    flip: Flip
+    flips_within: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """One gsm8k workload.
+
+    Attributes:
+        num_questions: Questions that both variants were asked.
+        right: Questions right in most launches of a variant.
+        states: Counts of each answer state over all launches of a variant.
+        exact_match: Right answers of every launch, by filter and variant.
+        only_baseline: Right in the baseline only.
+        only_candidate: Right in the candidate only.
+        p: Exact McNemar on those two.
+        identical_texts: Questions whose text is the same in the first launches of both variants.
+        changed: Every question whose answer differs.
+        flips_within: Questions on which launches of one variant disagree, by variant.
+        notes: Remarks on the accuracy row, for footnotes.
+    """
+
+    workload: str
+    num_questions: int
+    right: dict[Variant, int]
+    states: dict[Variant, dict[str, int]]
+    exact_match: dict[str, dict[Variant, list[int]]]
+    only_baseline: int
+    only_candidate: int
+    p: float
+    call: Call
+    identical_texts: int
+    changed: list[ChangedAnswer]
+    flips_within: dict[Variant, int]
+    notes: tuple[str, ...] = ()
+
+
+def compare_answers(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Accuracy], list[Seen], list[Seen]]:
+    """Every gsm8k workload; findings about its own answers; findings that touch the whole comparison."""
+    results: list[Accuracy] = []
+    own: list[Seen] = []
+    floors: list[Seen] = []
+    for workload in spec.workloads:
+        if not isinstance(workload, Gsm8kWorkload):
+            continue
+        tables: dict[Variant, list[dict[int, AnswerRecord]]] = {}
+        bad = False
+        for side in sides:
+            tables[side.variant] = []
+            for launch in side.launches:
+                records = launch.answers.get(workload.name, [])
+                where = f"launch {launch.record.launch_index}-{side.variant}, {workload.name}"
+                asked = next((run.doc_ids for run in launch.record.accuracy if run.workload == workload.name), [])
+                findings = check_accuracy(records, asked)
+                own += [Seen(where, finding) for finding in findings]
+                bad = bad or any(CODES[finding.code].invalidates for finding in findings)
+                tables[side.variant].append({record.doc_id: record for record in records})
+        if all(tables.values()):
+            result = _accuracy(workload, tables, spec)
+            results.append(replace(result, call="no verdict") if bad else result)
+            floors += _floor(workload, result)
+    return results, own, floors
+
+
+def _accuracy(
+    workload: Gsm8kWorkload, tables: dict[Variant, list[dict[int, AnswerRecord]]], spec: ExperimentSpec
+) -> Accuracy:
+    common = sorted(set.intersection(*(set(table) for part in tables.values() for table in part)))
+
+    def most(variant: Variant, doc_id: int) -> bool:
+        votes = [table[doc_id].state == "right" for table in tables[variant]]
+        return sum(votes) * 2 > len(votes)
+
+    def given(variant: Variant, doc_id: int) -> set[str]:
+        return {_given(table[doc_id]) for table in tables[variant]}
+
+    right = {variant: [doc_id for doc_id in common if most(variant, doc_id)] for variant in VARIANTS}
+    lost = sorted(set(right["baseline"]) - set(right["candidate"]))
+    gained = sorted(set(right["candidate"]) - set(right["baseline"]))
+    p = stats.mcnemar_exact(len(lost), len(gained))
+    call: Call = "~"
+    if p < spec.design.alpha:
+        call = "worse" if len(lost) > len(gained) else "better"
+    first = {variant: tables[variant][0] for variant in VARIANTS}
+    within = {variant: {d for d in common if len(given(variant, d)) > 1} for variant in VARIANTS}
+    changed = [
+        ChangedAnswer(
+            doc_id,
+            _given(first["baseline"][doc_id]),
+            _given(first["candidate"][doc_id]),
+            explain_flip(first["baseline"][doc_id], first["candidate"][doc_id]),
+            any(doc_id in part for part in within.values()),
+        )
+        for doc_id in common
+        if _given(first["baseline"][doc_id]) != _given(first["candidate"][doc_id])
+    ]
+    states = {
+        variant: dict(Counter(str(table[doc_id].state) for table in tables[variant] for doc_id in common))
+        for variant in VARIANTS
+    }
+    cut = {variant: states[variant].get("truncated", 0) for variant in VARIANTS}
+    asked = {variant: len(common) * len(tables[variant]) for variant in VARIANTS}
+    rates = [cut[variant] / asked[variant] if asked[variant] else 0.0 for variant in VARIANTS]
+    notes: tuple[str, ...] = ()
+    if abs(rates[0] - rates[1]) > TRUNCATION_LIMIT:
+        told = ", ".join(f"{variant} {cut[variant]} of {asked[variant]}" for variant in VARIANTS)
+        notes = (
+            f"answers were cut at max_tokens at different rates: {told}; raise max_tokens before judging accuracy",
+        )
+    return Accuracy(
+        workload=workload.name,
+        num_questions=len(common),
+        right={variant: len(part) for variant, part in right.items()},
+        states=states,
+        exact_match={
+            name: {v: [sum(_matched(t[d], name) for d in common) for t in tables[v]] for v in VARIANTS}
+            for name in ("strict-match", "flexible-extract")
+        },
+        only_baseline=len(lost),
+        only_candidate=len(gained),
+        p=p,
+        call=call,
+        identical_texts=sum(first["baseline"][d].resps == first["candidate"][d].resps for d in common),
+        changed=changed,
+        flips_within={variant: len(part) for variant, part in within.items()},
+        notes=notes,
+    )
+
+
+def _matched(record: AnswerRecord, name: str) -> bool:
+    extraction = record.extractions.get(name)
+    return bool(extraction and extraction.exact_match)
+
+
+def _given(record: AnswerRecord) -> str:
+    """The answer as a person would read it: the number found, or why there is none."""
+    if record.state in ("truncated", "no_answer", "error"):
+        return record.state
+    extraction = record.extractions.get(record.filter)
+    return (extraction.value if extraction else None) or "no_answer"
+
+
+def _floor(workload: Gsm8kWorkload, result: Accuracy) -> list[Seen]:
+    if workload.min_exact_match is None:
+        return []
+    found: list[Seen] = []
+    for variant in VARIANTS:
+        share = result.right[variant] / result.num_questions if result.num_questions else 0.0
+        if share < workload.min_exact_match:
+            message = (
+                f"{variant} answers {result.right[variant]} of {result.num_questions} right ({share:.0%}), "
+                f"the floor is {workload.min_exact_match:.0%}"
+            )
+            hint = "its speed is not reported as a gain; look at its answers for garbled text"
+            found.append(Seen(workload.name, Finding(code="accuracy_below_floor", message=message, hint=hint)))
+    return found
