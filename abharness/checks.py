@@ -39,11 +39,14 @@ class Code:
         meaning: What was seen, in general terms.
         next_step: What to do about it.
         invalidates: True: no verdict while it stands.
+        waivable: `compare --allow` can set it aside: a difference or a disturbance that a person may know to be
+            harmless. Never a failed proof, nor work that was not done.
     """
 
     meaning: str
     next_step: str
     invalidates: bool = True
+    waivable: bool = False
 
 
 CODES: dict[str, Code] = {
@@ -70,7 +73,9 @@ CODES: dict[str, Code] = {
         "find the cache directory that is not under the launch's own folders",
     ),
     "prefix_cache_hits": Code(
-        "prompts were served from the prefix cache", "prompts are distinct: look for a plugin or proxy that caches"
+        "prompts were served from the prefix cache",
+        "prompts are distinct: look for a plugin or proxy that caches",
+        waivable=True,
     ),
     "prompt_tokens_mismatch": Code("the server counted other prompt lengths than were sent", "see requests.jsonl"),
     "output_tokens_mismatch": Code(
@@ -81,12 +86,15 @@ CODES: dict[str, Code] = {
     "client_bound": Code(
         "the load generator was near its own limit: it was measured, not the server",
         "give the client a core of its own, or lower the concurrency",
+        waivable=True,
     ),
     "order_confounded": Code(
-        "all launches of one variant came before the other's: drift counts as a difference", "use design.order abba"
+        "all launches of one variant came before the other's: drift counts as a difference",
+        "use design.order abba",
+        waivable=True,
     ),
     "undeclared_difference": Code(
-        "the variants differ in more than what was declared", "make them equal, or compare with --allow NAME"
+        "the variants differ in more than what was declared", "make them equal", waivable=True
     ),
     "accuracy_below_floor": Code(
         "a variant's answers fell through the floor: its speed is not a gain", "look at its answers in gsm8k.jsonl"
@@ -100,8 +108,16 @@ CODES: dict[str, Code] = {
         "the variants differ only in values that a careless reader takes for the same",
         "leave the variable unset in the baseline (null)",
         invalidates=False,
+        waivable=True,
     ),
 }
+
+
+def code_of(name: str) -> Code:
+    """A code by name; one that is not known (a record of another version) invalidates."""
+    return CODES.get(name) or Code(
+        "a check that this abharness does not know objects", "compare with the version that wrote it"
+    )
 
 
 def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Finding]:

@@ -127,10 +127,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--all-metrics", action="store_true", help="every metric, not only the chief ones")
     compare.add_argument(
         "--allow",
-        metavar="NAME",
+        metavar="CODE[:NAME]",
         action="append",
         default=[],
-        help="let an undeclared difference, or order_confounded, pass; printed in the result; repeatable",
+        help="let a finding pass that cannot matter, as printed: 'undeclared_difference:env.NAME', 'order_confounded', "
+        "'client_bound:PLACE'; kept and printed in the result; repeatable",
     )
     compare.set_defaults(command=_compare)
 

@@ -18,13 +18,14 @@ from pydantic import ValidationError
 
 from abharness import metrics, stats
 from abharness.cells import Cell, Samples, call_cells, launch_values
-from abharness.checks import CODES, check_cell
+from abharness.checks import check_cell
 from abharness.errors import RecordError
 from abharness.paired import Accuracy, compare_answers
 from abharness.record import Variant
 from abharness.runs import CellKey, Run, find_runs, read_run
 from abharness.spec import VARIANTS, ExperimentSpec
 from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings
+from abharness.waivers import Waiver, parse_waivers, quoted, stands, used, waived, watermark
 
 Outcome = Literal["no regression", "regression", "no verdict", "launch failed"]
 
@@ -38,8 +39,8 @@ class Comparison:
     Attributes:
         launches: (completed, planned) by variant.
         codes: Invalidating codes, each once, in order of finding.
-        allowed: Waived undeclared differences.
         advice: Findings that do not invalidate.
+        waived: Findings set aside by `--allow`.
     """
 
     experiment: str
@@ -55,7 +56,7 @@ class Comparison:
     accuracy: list[Accuracy]
     seen: list[Seen]
     advice: list[Seen]
-    allowed: tuple[str, ...]
+    waived: list[Seen]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -71,22 +72,24 @@ def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[
     Args:
         folders: Results folders or run folders. Exactly two run folders: the baseline launches of the first against
             the candidate launches of the second.
-        allow: Names of undeclared differences, or `order_confounded`, to let pass; they are printed in the result.
+        allow: Findings to let pass, as `CODE` or `CODE:NAME` (see `waivers`); they are kept and printed.
 
     Raises:
         RecordError: Nothing to compare, or a record is damaged.
+        UsageError: A waiver cannot be read, or is for a code that cannot be waived.
     """
+    waivers = parse_waivers(allow)
     paths = find_runs(folders)
     if len(folders) == 2 and list(map(Path, folders)) == paths:
         first, second = read_run(paths[0]), read_run(paths[1])
-        return [_compare(first, second, allow)]
-    return [compare_run(path, allow) for path in paths]
+        return [_compare(first, second, waivers)]
+    return [compare_run(path, waivers) for path in paths]
 
 
-def compare_run(path: Path, allow: Sequence[str] = ()) -> Comparison:
+def compare_run(path: Path, waivers: Sequence[Waiver] = ()) -> Comparison:
     """Compare the two variants of one run."""
     run = read_run(path)
-    return _compare(run, run, allow)
+    return _compare(run, run, waivers)
 
 
 def _spec(run: Run) -> ExperimentSpec:
@@ -98,23 +101,25 @@ def _spec(run: Run) -> ExperimentSpec:
         raise RecordError(f"{run.path}: recorded spec: {where}: {first['msg']}") from error
 
 
-def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
+def _compare(first: Run, second: Run, waivers: Sequence[Waiver]) -> Comparison:
     spec = _spec(first)
     sides = [
         Side("baseline", first, first.of("baseline"), first.record.plan.count("baseline")),
         Side("candidate", second, second.of("candidate"), second.record.plan.count("candidate")),
     ]
-    cells, cell_seen = _cells(sides, spec)
+    cells, cell_seen = _cells(sides, spec, waivers)
     accuracy, answer_seen, floor_seen = compare_answers(sides, spec)
     whole = [
         *failed_launches(sides),
         *launch_findings(sides),
-        *differences(sides, spec, allow),
-        *order_findings(first, second, spec, allow),
+        *differences(sides, spec),
+        *order_findings(first, second, spec),
         *floor_seen,
     ]
-    invalid = [item for item in (*whole, *cell_seen, *answer_seen) if CODES[item.finding.code].invalidates]
-    advice = [item for item in (*whole, *cell_seen, *answer_seen) if not CODES[item.finding.code].invalidates]
+    found = [*whole, *cell_seen, *answer_seen]
+    invalid = [item for item in found if stands(item, waivers)]
+    accepted = [item for item in found if waived(item, waivers)]
+    advice = [item for item in found if item not in invalid and item not in accepted]
     codes = tuple(dict.fromkeys(item.finding.code for item in invalid))
     everything = any(item in invalid for item in whole)
     if everything:
@@ -130,6 +135,8 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
         outcome = "no verdict"
     else:
         outcome = "no regression"
+    marks = used(waivers, accepted)
+    unused = [f"{quoted(waiver)} matched nothing in this comparison" for waiver in waivers if waiver not in marks]
     sources = (str(first.path),) if first.path == second.path else (str(first.path), str(second.path))
     return Comparison(
         experiment=spec.experiment,
@@ -139,19 +146,19 @@ def _compare(first: Run, second: Run, allow: Sequence[str]) -> Comparison:
         launches={side.variant: (len(side.launches), side.planned) for side in sides},
         switches=spec.switches(),
         outcome=outcome,
-        summary=_summary(outcome, cells, accuracy, codes),
+        summary=_summary(outcome, cells, accuracy, codes) + watermark(marks, verdict=outcome.endswith("regression")),
         codes=codes,
         cells=cells,
         accuracy=accuracy,
         seen=invalid,
         advice=advice,
-        allowed=tuple(allow),
+        waived=accepted,
         notes=_notes(sides, spec, cells),
-        warnings=tuple(dict.fromkeys((*first.warnings, *second.warnings))),
+        warnings=tuple(dict.fromkeys((*unused, *first.warnings, *second.warnings))),
     )
 
 
-def _cells(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Cell], list[Seen]]:
+def _cells(sides: list[Side], spec: ExperimentSpec, waivers: Sequence[Waiver]) -> tuple[list[Cell], list[Seen]]:
     """The cells with their calls, and what the checks of each cell saw."""
     kinds: dict[CellKey, metrics.Kind] = {}
     values: dict[CellKey, dict[str, Samples]] = {}
@@ -166,7 +173,7 @@ def _cells(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Cell], list[Se
                 for finding in check_cell(record, requests):
                     where = f"launch {launch.record.launch_index}-{side.variant}, {key}"
                     found.append(Seen(where, finding))
-                    if CODES[finding.code].invalidates:
+                    if stands(found[-1], waivers):
                         codes[key].append(finding.code)
             for key, table in launch_values(launch).items():
                 for name, value in table.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from abharness.checks import CODES
@@ -14,10 +14,11 @@ from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, ExperimentSpec
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A finding with the place it was found."""
+    """A finding with the place it was found; `name` is what differs, for an undeclared difference."""
 
     where: str
     finding: Finding
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +68,15 @@ def launch_findings(sides: list[Side]) -> list[Seen]:
     return [item for index, item in enumerate(found) if item not in found[:index]]
 
 
-def order_findings(first: Run, second: Run, spec: ExperimentSpec, allow: Sequence[str]) -> list[Seen]:
+def order_findings(first: Run, second: Run, spec: ExperimentSpec) -> list[Seen]:
     """Orders of launches that confound the variants with time."""
     if first.path != second.path:
         message = "the variants come from two runs: whatever changed between them counts as a difference"
-        hint = "run both variants in one experiment, or compare with --allow order_confounded"
+        hint = "run both variants in one experiment"
     elif spec.design.order == "ab" and spec.design.launches_per_variant > 1:
         message = "design.order is ab: every baseline launch came before every candidate launch"
-        hint = "use design.order abba, or compare with --allow order_confounded"
+        hint = "use design.order abba"
     else:
-        return []
-    if "order_confounded" in allow:
         return []
     return [Seen("order", Finding(code="order_confounded", message=message, hint=hint))]
 
@@ -111,7 +110,7 @@ def _declared(spec: ExperimentSpec) -> set[str]:
     return declared
 
 
-def differences(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -> list[Seen]:
+def differences(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
     """Undeclared differences: between the variants, and between the launches of one variant."""
     launches = [launch for side in sides for launch in side.launches]
     facts = [_identity(launch) for launch in launches]
@@ -119,10 +118,7 @@ def differences(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -
     found: list[Seen] = []
 
     def tell(name: str, text: str, where: str) -> None:
-        if name not in allow:
-            message = f"{name}: {text}"
-            hint = f"if this cannot matter, compare with --allow '{name}'"
-            found.append(Seen(where, Finding(code="undeclared_difference", message=message, hint=hint)))
+        found.append(Seen(where, Finding(code="undeclared_difference", message=f"{name}: {text}"), name))
 
     for name in sorted({name for fact in facts for name in fact}):
         by_variant: dict[str, set[str | None]] = defaultdict(set)
