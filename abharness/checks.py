@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from abharness.prompts import combined_hash
@@ -29,6 +30,9 @@ PREFIX_HIT_LIMIT = 0.01
 
 TRUNCATION_LIMIT = 0.05
 """Share of truncated answers above which accuracy is doubtful: that many points of exact_match are unknown."""
+
+ROUNDING_S = 1e-6
+"""Times of one monotonic clock that differ by less are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Find
     """
     findings = [
         _check_whole(cell, requests),
+        _check_times(cell, requests),
         _check_complete(requests),
         _check_prompt_tokens(requests, cell.input_len),
         _check_output_tokens(requests, cell.output_len),
@@ -153,6 +158,26 @@ def _check_whole(cell: CellRecord, requests: Sequence[RequestRecord]) -> Finding
     )
 
 
+def _check_times(cell: CellRecord, requests: Sequence[RequestRecord]) -> Finding | None:
+    # A request can only be timed wrongly by damage: every rate and latency would follow it.
+    off = []
+    for request in requests:
+        begin = (cell.started_s, request.submitted_s)
+        # The client may come to note that it has sent a request after the answer's first bytes are in.
+        for chain in ((*begin, request.first_token_s, request.last_token_s), (*begin, request.sent_s)):
+            known = [time_s for time_s in (*chain, cell.ended_s) if time_s is not None]
+            if any(later < earlier - ROUNDING_S for earlier, later in pairwise(known)):
+                off.append(request.index)
+    if not off:
+        return None
+    return Finding(
+        code="incomplete_requests",
+        message=f"the times of {len(set(off))} of {len(requests)} requests are out of order or outside the cell's window: "
+        f"{_some(set(off))}",
+        hint="requests.jsonl or launch.json is damaged; rerun this launch",
+    )
+
+
 def _check_complete(requests: Sequence[RequestRecord]) -> Finding | None:
     errors = Counter(request.error for request in requests if request.error is not None)
     if requests and not errors:
@@ -169,6 +194,14 @@ def _check_complete(requests: Sequence[RequestRecord]) -> Finding | None:
 
 
 def _check_prompt_tokens(requests: Sequence[RequestRecord], input_len: int) -> Finding | None:
+    whole = [request for request in requests if request.error is None]
+    silent = sum(request.prompt_tokens is None for request in whole)
+    if silent:
+        return Finding(
+            code="prompt_tokens_mismatch",
+            message=f"the server did not count the prompt tokens of {silent} of {len(whole)} requests",
+            hint="its usage has no prompt_tokens: that it did the work that was asked for is not shown",
+        )
     counts = [request.prompt_tokens for request in requests if request.prompt_tokens is not None]
     off = [count for count in counts if count != input_len]
     if not off:

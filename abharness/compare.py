@@ -21,6 +21,7 @@ from abharness.cells import Cell, Samples, call_cells, launch_values
 from abharness.checks import check_cell
 from abharness.errors import RecordError
 from abharness.paired import Accuracy, compare_answers
+from abharness.plan import recorded_hash
 from abharness.record import Variant
 from abharness.runs import CellKey, Run, find_runs, read_run
 from abharness.spec import VARIANTS, ExperimentSpec
@@ -94,11 +95,20 @@ def compare_run(path: Path, waivers: Sequence[Waiver] = ()) -> Comparison:
 
 def _spec(run: Run) -> ExperimentSpec:
     try:
-        return ExperimentSpec.model_validate(run.record.spec)
+        spec = ExperimentSpec.model_validate(run.record.spec)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RecordError(f"{run.path}: recorded spec: {where}: {first['msg']}") from error
+    if recorded_hash(run.record.spec) != run.record.config_hash:
+        raise RecordError(
+            f"{run.path}: the recorded spec is not that of configuration {run.record.config_hash}",
+            hint="experiment.json was changed after the run: it does not say any more what was launched",
+        )
+    missing = [variant for variant in VARIANTS if variant not in spec.variants]
+    if missing:
+        raise RecordError(f"{run.path}: recorded spec: variants: no {missing[0]}")
+    return spec
 
 
 def _compare(first: Run, second: Run, waivers: Sequence[Waiver]) -> Comparison:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from abharness.record import Variant
 from abharness.redaction import redact
@@ -124,7 +124,14 @@ def launch_order(design: DesignSpec) -> list[Variant]:
 
 def config_hash(spec: ExperimentSpec) -> str:
     """Hash of everything in a spec that changes what is run; the wording of the question does not."""
-    data = spec.model_dump(mode="json", exclude={"question": True, "server": {"ready_timeout_s"}})
+    return recorded_hash(spec.model_dump(mode="json"))
+
+
+def recorded_hash(spec: Mapping[str, Any]) -> str:
+    """The same of a spec as it is on record, whatever keys the version that wrote it had."""
+    data = {key: value for key, value in spec.items() if key != "question"}
+    if isinstance(data.get("server"), dict):
+        data["server"] = {key: value for key, value in data["server"].items() if key != "ready_timeout_s"}
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 

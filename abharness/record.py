@@ -12,13 +12,14 @@ Field order tells the story: version, status, identity, configuration, evidence,
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 1
 
 Variant = Literal["baseline", "candidate"]
+Count = Annotated[int, Field(ge=1)]
 AnswerState = Literal["right", "wrong", "truncated", "no_answer", "error"]
 
 
@@ -134,9 +135,9 @@ class CellRecord(Model):
 
     workload: str
     kind: Literal["decode", "prefill"]
-    input_len: int
-    output_len: int
-    max_concurrency: int
+    input_len: Count
+    output_len: Count
+    max_concurrency: Count
     repeat: int
     started_s: float
     ended_s: float
@@ -150,9 +151,9 @@ class RequestLine(Model):
     """A line of `requests.jsonl`: which cell, which request."""
 
     workload: str
-    input_len: int
-    output_len: int
-    max_concurrency: int
+    input_len: Count
+    output_len: Count
+    max_concurrency: Count
     repeat: int
     request: RequestRecord
 

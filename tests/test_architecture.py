@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "metrics",
         "paired",
+        "plan",
         "record",
         "runs",
         "spec",
