@@ -19,6 +19,28 @@ from abharness.spec import ExperimentSpec, Primary
 
 Call = Literal["better", "worse", "~", "no verdict"]
 Samples = dict[Variant, list[float]]
+ByLaunch = dict[Variant, dict[int, float]]
+"""Values by variant and launch index."""
+
+
+BY_NAME = {metric.name: metric for metric in metrics.METRICS}
+
+
+@dataclass(frozen=True, slots=True)
+class CellFloor:
+    """How far equal variants lie apart in one metric of one cell; `floors` says how it is measured.
+
+    Attributes:
+        floor: Relative change that is no more than equal variants show.
+        spread: Half-range of all launch values over their median.
+        source: The A/A run.
+    """
+
+    key: CellKey
+    metric: str
+    floor: float
+    spread: float | None
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +49,26 @@ class Row:
 
     Attributes:
         samples: Launch values by variant, stored units, in launch order.
+        launches: The index of the launch of each of these values.
         ratio: Effect, interval and uncorrected p.
-        p: Corrected over the cells of this metric; None if it could not be computed.
+        p: Corrected over the family of this row (see `call_cells`); None if it could not be computed.
         call: What may be said.
         notes: Reasons and remarks, for footnotes.
         decisive: It decides the verdict; the other rows describe.
+        floor: What equal variants differed by in an A/A, as a relative change; None where no A/A measured this row.
+        rank: Exact Mann-Whitney beside a called decisive row; it decides nothing. None elsewhere.
     """
 
     metric: metrics.Metric
     samples: Samples
+    launches: dict[Variant, list[int]]
     ratio: stats.Ratio
     p: float | None
     call: Call
     notes: tuple[str, ...] = ()
     decisive: bool = False
+    floor: CellFloor | None = None
+    rank: stats.RankTest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,79 +96,76 @@ def launch_values(launch: Launch) -> dict[CellKey, dict[str, float]]:
 
 
 def call_cells(
-    values: Mapping[CellKey, Mapping[str, Samples]],
+    values: Mapping[CellKey, Mapping[str, ByLaunch]],
     kinds: Mapping[CellKey, metrics.Kind],
     codes: Mapping[CellKey, Sequence[str]],
     spec: ExperimentSpec,
+    floors: Mapping[tuple[CellKey, str], CellFloor],
 ) -> list[Cell]:
     """Test every metric of every cell and say what may be said.
+
+    With `design.primary`, that row decides alone and its p is left as it is. Without, the headline rows of all cells
+    decide together: one family for Holm's correction, decode and prefill alike. Every other metric describes, and is
+    corrected over its own cells.
 
     Args:
         values: Launch values by cell, metric and variant.
         kinds: Kind of each cell.
         codes: Invalidating codes found in a cell.
         spec: Its design has the level, the least effect and the primary.
+        floors: By cell and metric, where an A/A measured them.
     """
-    by_name = {metric.name: metric for metric in metrics.METRICS}
-    cells: list[Cell] = []
-    for key, table in values.items():
-        rows = [_row(by_name[name], samples, spec) for name, samples in table.items()]
-        cells.append(Cell(key, kinds[key], rows, tuple(dict.fromkeys(codes.get(key, ())))))
-    return _call(cells, spec)
-
-
-def _row(metric: metrics.Metric, samples: Samples, spec: ExperimentSpec) -> Row:
-    ratio = stats.compare_ratio(
-        samples["baseline"], samples["candidate"], alpha=spec.design.alpha, min_effect=spec.design.min_effect
-    )
-    return Row(metric, samples, ratio, None, "~")
-
-
-def _call(cells: list[Cell], spec: ExperimentSpec) -> list[Cell]:
-    """Correct p over the cells of each metric, leave the primary's as it is, and say what may be said."""
-    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
+    cells = [
+        Cell(key, kinds[key], [_row(name, table[name], key, kinds[key], spec) for name in table], _once(codes.get(key)))
+        for key, table in values.items()
+    ]
+    families: dict[str, dict[tuple[CellKey, str], float]] = defaultdict(dict)
+    for cell in cells:
+        for row in cell.rows:
+            if row.ratio.p is not None:
+                families["" if row.decisive else row.metric.name][cell.key, row.metric.name] = row.ratio.p
     corrected: dict[tuple[CellKey, str], float] = {}
-    decisive: set[tuple[CellKey, str]] = set()
-    for metric in metrics.METRICS:
-        family: dict[CellKey, float] = {}
-        for cell in cells:
-            for row in cell.rows:
-                if row.metric is not metric:
-                    continue
-                key = cell.key
-                asked = primary is not None and metric.name == primary.metric
-                if asked and primary and primary.names(key.workload, cell.kind, key.input_len, key.max_concurrency):
-                    decisive.add((key, metric.name))
-                    if row.ratio.p is not None:
-                        corrected[key, metric.name] = row.ratio.p
-                    continue
-                if primary is None and metric.headline:
-                    decisive.add((key, metric.name))
-                if row.ratio.p is not None:
-                    family[key] = row.ratio.p
-        adjusted = stats.holm(list(family.values()))
-        corrected |= {(key, metric.name): p for key, p in zip(family, adjusted, strict=True)}
+    for family in families.values():
+        corrected |= zip(family, stats.holm(list(family.values())), strict=True)
     result: list[Cell] = []
     for cell in cells:
+        places = [(cell.key, row.metric.name) for row in cell.rows]
         rows = [
-            replace(
-                _called(row, corrected.get((cell.key, row.metric.name)), cell, spec),
-                decisive=(cell.key, row.metric.name) in decisive,
-            )
-            for row in cell.rows
+            _called(replace(row, p=corrected.get(place), floor=floors.get(place)), cell, spec)
+            for row, place in zip(cell.rows, places, strict=True)
         ]
         result.append(replace(cell, rows=rows))
     return result
 
 
-def _called(row: Row, p: float | None, cell: Cell, spec: ExperimentSpec) -> Row:
+def _once(codes: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(codes or ()))
+
+
+def _row(name: str, values: ByLaunch, key: CellKey, kind: metrics.Kind, spec: ExperimentSpec) -> Row:
+    metric = BY_NAME[name]
+    samples = {variant: list(part.values()) for variant, part in values.items()}
+    ratio = stats.compare_ratio(samples["baseline"], samples["candidate"], alpha=spec.design.alpha)
+    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
+    if primary is None:
+        decisive = metric.headline
+    else:
+        named = primary.names(key.workload, kind, key.input_len, key.max_concurrency)
+        decisive = named and name == primary.metric
+    launches = {variant: list(part) for variant, part in values.items()}
+    return Row(metric, samples, launches, ratio, None, "~", decisive=decisive)
+
+
+def _called(row: Row, cell: Cell, spec: ExperimentSpec) -> Row:
     effect = row.ratio.effect
     if cell.codes:
-        return replace(row, p=p, call="no verdict", notes=cell.codes)
+        return replace(row, call="no verdict", notes=cell.codes)
     if effect is None:
         return replace(row, call="no verdict", notes=(row.ratio.reason or "unknown",))
-    if p is None or p >= spec.design.alpha or abs(effect) <= spec.design.min_effect:
-        notes = () if row.ratio.reason is None else (row.ratio.reason,)
-        return replace(row, p=p, call="~", notes=notes)
+    if row.p is None or row.p >= spec.design.alpha or abs(effect) <= spec.design.min_effect:
+        return replace(row, notes=() if row.ratio.reason is None else (row.ratio.reason,))
+    if row.floor is not None and abs(effect) <= row.floor.floor:
+        note = f"within the A/A floor: the baseline differs from itself by {row.floor.floor:.2%} ({row.floor.source})"
+        return replace(row, notes=(note,))
     better = (effect > 0) == row.metric.higher_is_better
-    return replace(row, p=p, call="better" if better else "worse")
+    return replace(row, call="better" if better else "worse")

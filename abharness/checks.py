@@ -103,6 +103,9 @@ CODES: dict[str, Code] = {
     "accuracy_below_floor": Code(
         "a variant's answers fell through the floor: its speed is not a gain", "look at its answers in gsm8k.jsonl"
     ),
+    "aa_difference": Code(
+        "an A/A found a difference: two variants that are one and the same server differ", "run the A/A again"
+    ),
     "launch_failed": Code("a planned launch is missing or failed", "rerun with --resume"),
     "accuracy_truncated": Code(
         "answers were cut at max_tokens and are neither right nor wrong", "raise max_tokens", invalidates=False

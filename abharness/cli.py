@@ -93,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run an experiment",
         description="Launch both variants, prove their switches, load them, compare.",
         epilog="example: abharness run experiments/quickstart.yaml\n"
-        "example: abharness run experiments/decode.yaml --set server.model=./my-model --dry-run\n\n" + EXIT_CODES,
+        "example: abharness run experiments/decode.yaml --set server.model=./my-model --dry-run\n"
+        "example: abharness run experiments/decode.yaml --set server.model=./my-model --aa\n\n" + EXIT_CODES,
         formatter_class=raw,
     )
     _spec_arguments(run)
@@ -101,6 +102,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="print every launch's command and environment; start nothing"
     )
     run.add_argument("--resume", action="store_true", help="go on with the newest run of the same configuration")
+    run.add_argument(
+        "--aa",
+        action="store_true",
+        help="run the baseline against itself: what equal servers differ by, as a floor for the runs beside it; "
+        "a difference found is exit 3",
+    )
     run.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("results"), help="default: results")
     run.add_argument("--only", metavar="WORKLOAD", action="append", default=[], help="only this workload; repeatable")
     run.set_defaults(command=_run)
@@ -128,7 +135,8 @@ def _parser() -> argparse.ArgumentParser:
         "compare",
         help="compare recorded runs",
         description="DIR is a results folder (every run below it), one run, or two runs (baseline of the first, "
-        "candidate of the second). Everything is computed again from the raw records.",
+        "candidate of the second). Everything is computed again from the raw records. A/A runs (abharness run --aa) in "
+        "or beside these folders give the floor below which no change is called.",
         epilog="example: abharness compare results\n"
         "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n\n" + EXIT_CODES,
         formatter_class=raw,
@@ -194,6 +202,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from abharness import commands
 
     spec = commands.load(arguments.spec, arguments.overrides, arguments.only)
+    if arguments.aa:
+        spec = spec.against_itself()
     for warning in commands.warnings(spec):
         _say(f"warning: {warning}")
     if arguments.dry_run:

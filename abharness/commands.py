@@ -114,7 +114,7 @@ def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, report
 
 
 def _report(run_dir: Path) -> RunResult:
-    comparison = compare.compare_run(run_dir)
+    (comparison,) = compare.compare_folders([run_dir])
     text = report.render([comparison], "text")
     write_text_atomic(run_dir / "comparison.json", report.render([comparison], "json"))
     write_text_atomic(run_dir / "report.md", report.render([comparison], "markdown"))

@@ -2,35 +2,39 @@
 
 Everything is computed from the launches' raw records. The sample is one launch: a cell's value in a launch is the
 median over its repeats, a variant's value the median over its launches. A change is called only if it is significant
-after correction over the cells, larger than `min_effect`, and the cell is valid; otherwise it is `~`, or there is no
-verdict and the codes say why.
+after correction over the cells, larger than `min_effect`, larger than the A/A floor when one was measured, and the cell
+is valid; otherwise it is `~`, or there is no verdict and the codes say why.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
 
-from abharness import metrics, stats
-from abharness.cells import Cell, Samples, call_cells, launch_values
+from abharness import floors, metrics, stats
+from abharness.cells import ByLaunch, Cell, CellFloor, call_cells, launch_values
 from abharness.checks import check_cell
+from abharness.diagnostics import remark
 from abharness.errors import RecordError
+from abharness.floors import Floor
 from abharness.paired import Accuracy, compare_answers
 from abharness.plan import recorded_hash
-from abharness.record import Variant
-from abharness.runs import CellKey, Run, find_runs, read_run
+from abharness.record import Finding, Variant
+from abharness.runs import CellKey, Run, find_aa_runs, find_runs, read_run
 from abharness.spec import VARIANTS, ExperimentSpec
-from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings
+from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings, time_positions
 from abharness.waivers import Waiver, parse_waivers, quoted, stands, used, waived, watermark
 
 Outcome = Literal["no regression", "regression", "no verdict", "launch failed"]
 
 EXIT_CODES: dict[Outcome, int] = {"no regression": 0, "regression": 1, "no verdict": 3, "launch failed": 4}
+
+AA_CODE = "aa_difference"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Comparison:
         codes: Invalidating codes, each once, in order of finding.
         advice: Findings that do not invalidate.
         waived: Findings set aside by `--allow`.
+        aa: The baseline ran against itself.
+        floor: What an A/A measured; None for an A/B, and for an A/A that is not valid.
     """
 
     experiment: str
@@ -60,6 +66,8 @@ class Comparison:
     waived: list[Seen]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    aa: bool = False
+    floor: Floor | None = None
 
     @property
     def exit_code(self) -> int:
@@ -70,9 +78,12 @@ class Comparison:
 def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[Comparison]:
     """One comparison for each run found, or one across two run folders.
 
+    A/A runs, among the folders and beside the runs in them, give the floor of the runs whose server, machine and
+    workloads are theirs.
+
     Args:
-        folders: Results folders or run folders. Exactly two run folders: the baseline launches of the first against
-            the candidate launches of the second.
+        folders: Results folders or run folders. Exactly two run folders, none an A/A: the baseline launches of the
+            first against the candidate launches of the second.
         allow: Findings to let pass, as `CODE` or `CODE:NAME` (see `waivers`); they are kept and printed.
 
     Raises:
@@ -81,16 +92,69 @@ def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[
     """
     waivers = parse_waivers(allow)
     paths = find_runs(folders)
-    if len(folders) == 2 and list(map(Path, folders)) == paths:
+    aa_paths, warnings = find_aa_runs(paths)
+    references = [_aa_run(path) for path in aa_paths]
+    if len(folders) == 2 and list(map(Path, folders)) == paths and not set(paths) & set(aa_paths):
         first, second = read_run(paths[0]), read_run(paths[1])
-        return [_compare(first, second, waivers)]
-    return [compare_run(path, waivers) for path in paths]
+        return [compare_runs(first, second, waivers, references, warnings)]
+    return [compare_runs(run := read_run(path), run, waivers, references, warnings) for path in paths]
 
 
-def compare_run(path: Path, waivers: Sequence[Waiver] = ()) -> Comparison:
-    """Compare the two variants of one run."""
-    run = read_run(path)
-    return _compare(run, run, waivers)
+@dataclass(frozen=True, slots=True)
+class AaRun:
+    """An A/A run that may give a floor.
+
+    Attributes:
+        codes: Why it gives none: its invalidating codes; empty where it is valid.
+        differs: It found a difference between equal variants.
+    """
+
+    run: Run
+    codes: tuple[str, ...]
+    differs: bool
+
+
+def _aa_run(path: Path) -> AaRun | str:
+    """An A/A with its validity, computed from its records; a text where they cannot be read."""
+    try:
+        run = read_run(path)
+        found = compare_runs(run, run)
+    except RecordError as error:
+        return f"{path} gives no floor: {error}"
+    return AaRun(run, tuple(code for code in found.codes if code != AA_CODE), AA_CODE in found.codes)
+
+
+def _floors(sides: list[Side], alpha: float, references: Sequence[AaRun | str]) -> tuple[list[Floor], list[str]]:
+    """The floors that hold for these variants, and one note on each A/A that was looked at."""
+    found: list[Floor] = []
+    notes: list[str] = []
+    group = min(len(side.launches) for side in sides)
+    if sides[0].run.record.aa or not group:
+        return [], []
+    for reference in references:
+        if isinstance(reference, str):
+            notes.append(f"A/A run {reference}")
+            continue
+        name = f"A/A run {reference.run.path}"
+        if reference.codes:
+            notes.append(f"{name} gives no floor: it is not valid ({', '.join(reference.codes)})")
+        elif differs := floors.mismatch(sides[0].run, reference.run):
+            notes.append(f"{name} is not this server on this machine and gives no floor: {differs}")
+        else:
+            floor = floors.measure(reference.run, group, alpha)
+            found.append(floor)
+            notes.append(
+                f"A/A floor: {floor.launches} launches of the baseline, compared in groups of {floor.group} "
+                f"({floor.source}); no change within it is called"
+            )
+            if reference.differs:
+                notes.append(f"{name} found a difference between equal variants: be careful with what is called here")
+    if not found:
+        notes.append(
+            "no A/A floor was measured for this server on this machine, so what equal servers differ by is not known; "
+            "abharness run SPEC.yaml --aa measures it"
+        )
+    return found, notes
 
 
 def _spec(run: Run) -> ExperimentSpec:
@@ -100,9 +164,9 @@ def _spec(run: Run) -> ExperimentSpec:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RecordError(f"{run.path}: recorded spec: {where}: {first['msg']}") from error
-    if recorded_hash(run.record.spec) != run.record.config_hash:
+    if run.record.spec_sha256 not in (None, recorded_hash(run.record.spec)):
         raise RecordError(
-            f"{run.path}: the recorded spec is not that of configuration {run.record.config_hash}",
+            f"{run.path}: the recorded spec is not the one that was written",
             hint="experiment.json was changed after the run: it does not say any more what was launched",
         )
     missing = [variant for variant in VARIANTS if variant not in spec.variants]
@@ -111,19 +175,38 @@ def _spec(run: Run) -> ExperimentSpec:
     return spec
 
 
-def _compare(first: Run, second: Run, waivers: Sequence[Waiver]) -> Comparison:
+def compare_runs(
+    first: Run,
+    second: Run,
+    waivers: Sequence[Waiver] = (),
+    references: Sequence[AaRun | str] = (),
+    warnings: Sequence[str] = (),
+) -> Comparison:
+    """Compare the baseline of one run with the candidate of another, or of the same.
+
+    Args:
+        first: Its baseline launches count.
+        second: Its candidate launches count.
+        waivers: Findings to let pass.
+        references: A/A runs to look at for a floor; a text stands for one that could not be read.
+        warnings: Of the search for them.
+
+    Raises:
+        RecordError: The recorded spec cannot be read.
+    """
     spec = _spec(first)
     sides = [
         Side("baseline", first, first.of("baseline"), first.record.plan.count("baseline")),
         Side("candidate", second, second.of("candidate"), second.record.plan.count("candidate")),
     ]
-    cells, cell_seen = _cells(sides, spec, waivers)
-    accuracy, answer_seen, floor_seen = compare_answers(sides, spec)
+    measured, floor_notes = _floors(sides, spec.design.alpha, references)
+    cells, cell_seen = _cells(sides, spec, waivers, floors.by_cell(measured))
+    accuracy, answer_seen, floor_seen = compare_answers(sides, spec, floors.by_workload(measured))
     whole = [
         *failed_launches(sides),
         *launch_findings(sides),
         *differences(sides, spec),
-        *order_findings(first, second, spec),
+        *order_findings(sides, spec),
         *floor_seen,
     ]
     found = [*whole, *cell_seen, *answer_seen]
@@ -147,6 +230,11 @@ def _compare(first: Run, second: Run, waivers: Sequence[Waiver]) -> Comparison:
         outcome = "no regression"
     marks = used(waivers, accepted)
     unused = [f"{quoted(waiver)} matched nothing in this comparison" for waiver in waivers if waiver not in marks]
+    aa = first.record.aa and first.path == second.path
+    if aa and not everything:
+        invalid += (differing := _aa_differences(cells, accuracy, spec.design.alpha))
+        if differing:
+            codes, outcome = (*codes, AA_CODE), "no verdict"
     sources = (str(first.path),) if first.path == second.path else (str(first.path), str(second.path))
     return Comparison(
         experiment=spec.experiment,
@@ -156,22 +244,30 @@ def _compare(first: Run, second: Run, waivers: Sequence[Waiver]) -> Comparison:
         launches={side.variant: (len(side.launches), side.planned) for side in sides},
         switches=spec.switches(),
         outcome=outcome,
-        summary=_summary(outcome, cells, accuracy, codes) + watermark(marks, verdict=outcome.endswith("regression")),
+        summary=(_aa_summary(outcome, codes, sides) if aa else _summary(outcome, cells, accuracy, codes))
+        + watermark(marks, verdict=outcome.endswith("regression")),
         codes=codes,
         cells=cells,
         accuracy=accuracy,
         seen=invalid,
         advice=advice,
         waived=accepted,
-        notes=_notes(sides, spec, cells),
-        warnings=tuple(dict.fromkeys((*unused, *first.warnings, *second.warnings))),
+        notes=(*_notes(sides, spec, cells), *floor_notes),
+        warnings=tuple(dict.fromkeys((*unused, *first.warnings, *second.warnings, *warnings))),
+        aa=aa,
+        floor=_own_floor(first, codes, spec.design.alpha) if aa else None,
     )
 
 
-def _cells(sides: list[Side], spec: ExperimentSpec, waivers: Sequence[Waiver]) -> tuple[list[Cell], list[Seen]]:
+def _cells(
+    sides: list[Side],
+    spec: ExperimentSpec,
+    waivers: Sequence[Waiver],
+    limits: Mapping[tuple[CellKey, str], CellFloor],
+) -> tuple[list[Cell], list[Seen]]:
     """The cells with their calls, and what the checks of each cell saw."""
     kinds: dict[CellKey, metrics.Kind] = {}
-    values: dict[CellKey, dict[str, Samples]] = {}
+    values: dict[CellKey, dict[str, ByLaunch]] = {}
     found: list[Seen] = []
     codes: dict[CellKey, list[str]] = defaultdict(list)
     for side in sides:
@@ -187,9 +283,10 @@ def _cells(sides: list[Side], spec: ExperimentSpec, waivers: Sequence[Waiver]) -
                         codes[key].append(finding.code)
             for key, table in launch_values(launch).items():
                 for name, value in table.items():
-                    samples = values.setdefault(key, {}).setdefault(name, {v: [] for v in VARIANTS})
-                    samples[side.variant].append(value)
-    return call_cells(values, kinds, codes, spec), found
+                    samples = values.setdefault(key, {}).setdefault(name, {v: {} for v in VARIANTS})
+                    samples[side.variant][launch.record.launch_index] = value
+    cells = call_cells(values, kinds, codes, spec, limits)
+    return remark(cells, time_positions(sides), spec.design), found
 
 
 def _summary(outcome: Outcome, cells: list[Cell], accuracy: list[Accuracy], codes: tuple[str, ...]) -> str:
@@ -214,20 +311,69 @@ def _notes(sides: list[Side], spec: ExperimentSpec, cells: list[Cell]) -> tuple[
     notes: list[str] = []
     least = min(len(side.launches) for side in sides)
     if 0 < least < 4:
+        risk = ""
+        if least == 2:
+            risk = (
+                ", and where a server's clocks are in one of two states for a whole launch, up to 12% of equal variants "
+                "are called different"
+            )
         notes.append(
-            f"n={least} launches a variant: intervals are wide, and with bimodal noise a call at this n is false more "
-            f"often than alpha says; use launches_per_variant 4 or more for a decision"
+            f"n={least} launches a variant: intervals are wide{risk}; use launches_per_variant 4 or more for a decision"
         )
-    unclear = [
-        row.ratio for cell in cells for row in cell.rows if row.decisive and row.call == "~" and row.p is not None
+    noises = [
+        row.ratio.noise
+        for cell in cells
+        for row in cell.rows
+        if row.decisive and row.call == "~" and row.ratio.noise is not None
     ]
-    if unclear:
-        needed = [ratio.launches_needed for ratio in unclear]
-        many = f"{max(n for n in needed if n)}" if all(needed) else f"more than {stats.MOST_LAUNCHES}"
-        shown = [ratio.detectable for ratio in unclear]
-        reach = f"about {max(d for d in shown if d):.0%} and more" if all(shown) else "none that would be believable"
+    if noises:
+        alpha, effect = spec.design.alpha, spec.design.min_effect
+        needed = stats.launches_needed(max(noises), effect, alpha)
+        many = f"more than {stats.MOST_LAUNCHES}" if needed is None else f"{needed}"
+        shown = stats.detectable_effect(max(noises), least, alpha)
+        reach = "none that would be believable" if shown is None else f"about {shown:.1%} and more"
         notes.append(
             f"~ means no difference shown. At the noise of the noisiest such cell, n={least} shows differences of {reach} "
-            f"(80% power, before correction); {spec.design.min_effect:.0%} would take {many} launches a variant"
+            f"(80% power, before correction); {effect:.0%} would take {many} launches a variant"
         )
     return tuple(notes)
+
+
+def _aa_differences(cells: list[Cell], accuracy: list[Accuracy], alpha: float) -> list[Seen]:
+    """What an A/A called: a difference between variants that are one and the same."""
+    hint = (
+        f"the variants are the same server: what differs is the machine or the order. With alpha {alpha:g} an A/A does "
+        f"this by chance up to {alpha:.0%} of the time: run it again; if it differs again, believe no A/B of this machine"
+    )
+
+    def differs(where: str, message: str) -> Seen:
+        return Seen(where, Finding(code=AA_CODE, message=message, hint=hint))
+
+    called = ("better", "worse")
+    found = [
+        differs(str(cell.key), f"{row.metric.name} of the second variant is {row.ratio.effect:+.2%} (p={row.p:.3f})")
+        for cell in cells
+        for row in cell.rows
+        if row.decisive and row.call in called
+    ]
+    for item in accuracy:
+        if item.call in called:
+            right = " and ".join(str(item.right[variant]) for variant in VARIANTS)
+            found.append(differs(item.workload, f"{right} of {item.num_questions} answers are right (p={item.p:.3f})"))
+    return found
+
+
+def _aa_summary(outcome: Outcome, codes: tuple[str, ...], sides: list[Side]) -> str:
+    counts = "+".join(str(len(side.launches)) for side in sides)
+    if AA_CODE in codes:
+        return f"A/A failed: {counts} launches of one and the same server differ."
+    if outcome in ("no verdict", "launch failed"):
+        return f"A/A not valid, no floor: {', '.join(codes) or 'some cells could not be judged'}."
+    return f"A/A passed: no difference between {counts} launches of the baseline."
+
+
+def _own_floor(run: Run, codes: tuple[str, ...], alpha: float) -> Floor | None:
+    """What an A/A found, for its own report."""
+    if set(codes) - {AA_CODE} or not run.of("baseline") or not run.of("candidate"):
+        return None
+    return floors.measure(run, min(len(run.of(variant)) for variant in VARIANTS), alpha)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from abharness import stats
@@ -13,6 +14,28 @@ from abharness.record import AnswerRecord, Finding, Variant
 from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload
 from abharness.validity import Seen, Side
 
+Answers = dict[int, AnswerRecord]
+"""The answers of one launch to one workload, by question."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFloor:
+    """How far the answers of equal variants lie apart; `floors` says how it is measured.
+
+    Attributes:
+        flips: Questions that any two A/A launches answer differently.
+        most_changed: Most answers in which any two A/A launches differ.
+        net: Difference in the number of right answers that is no more than equal variants show.
+        source: The A/A run.
+    """
+
+    workload: str
+    num_questions: int
+    flips: tuple[int, ...]
+    most_changed: int
+    net: int
+    source: str
+
 
 @dataclass(frozen=True, slots=True)
 class ChangedAnswer:
@@ -20,6 +43,7 @@ class ChangedAnswer:
 
     Attributes:
         flips_within: Launches of one and the same variant disagree on it too.
+        flips_in_aa: Launches of an A/A disagree on it too; None where no A/A asked these questions.
     """
 
     doc_id: int
@@ -27,6 +51,7 @@ class ChangedAnswer:
     candidate: str
     flip: Flip
     flips_within: bool
+    flips_in_aa: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +70,7 @@ class Accuracy:
         changed: Every question whose answer differs.
         flips_within: Questions on which launches of one variant disagree, by variant.
         notes: Remarks on the accuracy row, for footnotes.
+        floor: What equal variants differed by in an A/A; None where no A/A asked these questions.
     """
 
     workload: str
@@ -60,17 +86,26 @@ class Accuracy:
     changed: list[ChangedAnswer]
     flips_within: dict[Variant, int]
     notes: tuple[str, ...] = ()
+    floor: AnswerFloor | None = None
 
 
-def compare_answers(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Accuracy], list[Seen], list[Seen]]:
-    """Every gsm8k workload; findings about its own answers; findings that touch the whole comparison."""
+def compare_answers(
+    sides: list[Side], spec: ExperimentSpec, floors: Mapping[str, AnswerFloor]
+) -> tuple[list[Accuracy], list[Seen], list[Seen]]:
+    """Every gsm8k workload; findings about its own answers; findings that touch the whole comparison.
+
+    Args:
+        sides: The variants with their launches.
+        spec: Its workloads and level.
+        floors: By workload, where an A/A asked the same questions.
+    """
     results: list[Accuracy] = []
     own: list[Seen] = []
-    floors: list[Seen] = []
+    touching: list[Seen] = []
     for workload in spec.workloads:
         if not isinstance(workload, Gsm8kWorkload):
             continue
-        tables: dict[Variant, list[dict[int, AnswerRecord]]] = {}
+        tables: dict[Variant, list[Answers]] = {}
         bad = False
         for side in sides:
             tables[side.variant] = []
@@ -83,25 +118,32 @@ def compare_answers(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Accur
                 bad = bad or any(CODES[finding.code].invalidates for finding in findings)
                 tables[side.variant].append({record.doc_id: record for record in records})
         if all(tables.values()):
-            result = _accuracy(workload, tables, spec)
+            result = _accuracy(workload, tables, spec, floors.get(workload.name))
             results.append(replace(result, call="no verdict") if bad else result)
-            floors += _floor(workload, result)
-    return results, own, floors
+            touching += _below_floor(workload, result)
+    return results, own, touching
+
+
+def asked_of_all(tables: Iterable[Answers]) -> list[int]:
+    """Questions that every launch answered, in order."""
+    return sorted(set.intersection(*(set(table) for table in tables)))
+
+
+def mostly_right(tables: Sequence[Answers], doc_ids: Sequence[int]) -> list[int]:
+    """Questions that more than half of these launches answer right."""
+    return [d for d in doc_ids if sum(table[d].state == "right" for table in tables) * 2 > len(tables)]
+
+
+def flipping(tables: Sequence[Answers], doc_ids: Sequence[int]) -> list[int]:
+    """Questions on which any two of these launches disagree."""
+    return [d for d in doc_ids if len({given_answer(table[d]) for table in tables}) > 1]
 
 
 def _accuracy(
-    workload: Gsm8kWorkload, tables: dict[Variant, list[dict[int, AnswerRecord]]], spec: ExperimentSpec
+    workload: Gsm8kWorkload, tables: dict[Variant, list[Answers]], spec: ExperimentSpec, floor: AnswerFloor | None
 ) -> Accuracy:
-    common = sorted(set.intersection(*(set(table) for part in tables.values() for table in part)))
-
-    def most(variant: Variant, doc_id: int) -> bool:
-        votes = [table[doc_id].state == "right" for table in tables[variant]]
-        return sum(votes) * 2 > len(votes)
-
-    def given(variant: Variant, doc_id: int) -> set[str]:
-        return {_given(table[doc_id]) for table in tables[variant]}
-
-    right = {variant: [doc_id for doc_id in common if most(variant, doc_id)] for variant in VARIANTS}
+    common = asked_of_all(table for part in tables.values() for table in part)
+    right = {variant: mostly_right(tables[variant], common) for variant in VARIANTS}
     lost = sorted(set(right["baseline"]) - set(right["candidate"]))
     gained = sorted(set(right["candidate"]) - set(right["baseline"]))
     p = stats.mcnemar_exact(len(lost), len(gained))
@@ -109,17 +151,18 @@ def _accuracy(
     if p < spec.design.alpha:
         call = "worse" if len(lost) > len(gained) else "better"
     first = {variant: tables[variant][0] for variant in VARIANTS}
-    within = {variant: {d for d in common if len(given(variant, d)) > 1} for variant in VARIANTS}
+    within = {variant: flipping(tables[variant], common) for variant in VARIANTS}
     changed = [
         ChangedAnswer(
             doc_id,
-            _given(first["baseline"][doc_id]),
-            _given(first["candidate"][doc_id]),
+            given_answer(first["baseline"][doc_id]),
+            given_answer(first["candidate"][doc_id]),
             explain_flip(first["baseline"][doc_id], first["candidate"][doc_id]),
             any(doc_id in part for part in within.values()),
+            None if floor is None else doc_id in floor.flips,
         )
         for doc_id in common
-        if _given(first["baseline"][doc_id]) != _given(first["candidate"][doc_id])
+        if given_answer(first["baseline"][doc_id]) != given_answer(first["candidate"][doc_id])
     ]
     states = {
         variant: dict(Counter(str(table[doc_id].state) for table in tables[variant] for doc_id in common))
@@ -128,11 +171,19 @@ def _accuracy(
     cut = {variant: states[variant].get("truncated", 0) for variant in VARIANTS}
     asked = {variant: len(common) * len(tables[variant]) for variant in VARIANTS}
     rates = [cut[variant] / asked[variant] if asked[variant] else 0.0 for variant in VARIANTS]
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     if abs(rates[0] - rates[1]) > TRUNCATION_LIMIT:
         told = ", ".join(f"{variant} {cut[variant]} of {asked[variant]}" for variant in VARIANTS)
-        notes = (
-            f"answers were cut at max_tokens at different rates: {told}; raise max_tokens before judging accuracy",
+        notes.append(
+            f"answers were cut at max_tokens at different rates: {told}; raise max_tokens before judging accuracy"
+        )
+    if floor is not None and call != "~" and abs(len(lost) - len(gained)) <= floor.net:
+        call = "~"
+        notes.append(f"within the A/A floor: equal variants differ by up to {floor.net} right answers ({floor.source})")
+    if floor is not None and 0 < len(changed) <= floor.most_changed:
+        notes.append(
+            f"not attributable to the change: two launches of the baseline differ in up to {floor.most_changed} answers "
+            f"({floor.source})"
         )
     return Accuracy(
         workload=workload.name,
@@ -150,7 +201,8 @@ def _accuracy(
         identical_texts=sum(first["baseline"][d].resps == first["candidate"][d].resps for d in common),
         changed=changed,
         flips_within={variant: len(part) for variant, part in within.items()},
-        notes=notes,
+        notes=tuple(notes),
+        floor=floor,
     )
 
 
@@ -159,7 +211,7 @@ def _matched(record: AnswerRecord, name: str) -> bool:
     return bool(extraction and extraction.exact_match)
 
 
-def _given(record: AnswerRecord) -> str:
+def given_answer(record: AnswerRecord) -> str:
     """The answer as a person would read it: the number found, or why there is none."""
     if record.state in ("truncated", "no_answer", "error"):
         return record.state
@@ -167,7 +219,7 @@ def _given(record: AnswerRecord) -> str:
     return (extraction.value if extraction else None) or "no_answer"
 
 
-def _floor(workload: Gsm8kWorkload, result: Accuracy) -> list[Seen]:
+def _below_floor(workload: Gsm8kWorkload, result: Accuracy) -> list[Seen]:
     if workload.min_exact_match is None:
         return []
     found: list[Seen] = []

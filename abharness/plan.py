@@ -124,15 +124,13 @@ def launch_order(design: DesignSpec) -> list[Variant]:
 
 def config_hash(spec: ExperimentSpec) -> str:
     """Hash of everything in a spec that changes what is run; the wording of the question does not."""
-    return recorded_hash(spec.model_dump(mode="json"))
+    data = spec.model_dump(mode="json", exclude={"question": True, "server": {"ready_timeout_s"}})
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def recorded_hash(spec: Mapping[str, Any]) -> str:
-    """The same of a spec as it is on record, whatever keys the version that wrote it had."""
-    data = {key: value for key, value in spec.items() if key != "question"}
-    if isinstance(data.get("server"), dict):
-        data["server"] = {key: value for key, value in data["server"].items() if key != "ready_timeout_s"}
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+    """Hash of a spec as it stands on record, secrets hidden: it shows whether the record was changed since."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
 def build_plan(spec: ExperimentSpec, host: Host) -> Plan:
@@ -253,6 +251,8 @@ def describe(spec: ExperimentSpec, plan: Plan) -> str:
         f"experiment {spec.experiment}  config {plan.config_hash}",
         f"order      {' '.join(launch.variant for launch in plan.launches)}  ({spec.design.order})",
     ]
+    if spec.is_aa:
+        lines.append("A/A        the baseline runs against itself")
     for name, values in spec.switches().items():
         shown = "   ".join(
             f"{variant}: {'(must be unset)' if value is None else json.dumps(value)}"

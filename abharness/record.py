@@ -401,7 +401,9 @@ class RunRecord(Model):
 
     Attributes:
         spec: The resolved spec as plain data.
+        spec_sha256: Hash of `spec` as it was written; None in records of versions that did not write it.
         plan: Order of the launches, as variant names.
+        aa: The baseline ran against itself: both variants of `spec` are the baseline.
         provenance: Host, CPU, GPU, driver, versions, git commit and dirty flag of the working directory.
     """
 
@@ -412,5 +414,7 @@ class RunRecord(Model):
     created_at: str
     abharness_version: str
     spec: dict[str, Any]
+    spec_sha256: str | None = None
     plan: list[Variant]
     provenance: dict[str, Any]
+    aa: bool = False

@@ -68,8 +68,8 @@ def _change(row: Row, launches: str, notes: _Footnotes) -> str:
     marks = "".join(f" {notes.mark(_explain(note))}" for note in row.notes)
     if row.call in ("better", "worse"):
         assert row.ratio.effect is not None
-        low, high = row.ratio.low or 0.0, row.ratio.high or 0.0
-        return f"{row.ratio.effect:+.2%}{p} [{low:+.1%}, {high:+.1%}]{marks}"
+        low, high = ("unknown" if end is None else f"{end:+.1%}" for end in (row.ratio.low, row.ratio.high))
+        return f"{row.ratio.effect:+.2%}{p} [{low}, {high}]{marks}"
     if row.call == "no verdict":
         return f"no verdict{marks}"
     return f"~{p}{marks}"
@@ -129,7 +129,8 @@ def _changed(change: ChangedAnswer) -> str:
         text += f", {'a near-tie' if flip.near_tie else 'not a near-tie'} (gaps {gaps} nats)"
     elif flip.reason:
         text += f"; {flip.reason}"
-    return text + ("; launches of one variant flip it too" if change.flips_within else "")
+    text += "; launches of one variant flip it too" if change.flips_within else ""
+    return text + {None: "", True: "; the A/A flips it too", False: "; the A/A does not flip it"}[change.flips_in_aa]
 
 
 def _table(rows: list[list[str]]) -> list[str]:
@@ -145,7 +146,7 @@ def _heading(comparison: Comparison) -> list[str]:
     counts = ", ".join(
         f"{variant} {done} of {planned} launches" for variant, (done, planned) in comparison.launches.items()
     )
-    lines = [f"{comparison.experiment}  {counts}"]
+    lines = [f"{comparison.experiment}{' A/A, the baseline against itself' if comparison.aa else ''}  {counts}"]
     if comparison.question:
         lines.append(comparison.question)
     for name, values in comparison.switches.items():
@@ -176,9 +177,37 @@ def _remarks(comparison: Comparison) -> list[str]:
         lines.append(
             f"note: {found[0].where}: {found[0].finding.message}{more}; {found[0].finding.hint or ''}".rstrip("; ")
         )
+    lines += _floor(comparison)
     lines += [f"waived: {item.finding.code}: {item.where}: {item.finding.message}" for item in comparison.waived]
     lines += [f"note: {text}" for text in comparison.notes]
     return lines + [f"warning: {text}" for text in comparison.warnings]
+
+
+def _floor(comparison: Comparison) -> list[str]:
+    """What an A/A measured: the floor of every decisive row, and the answers that flip."""
+    floor = comparison.floor
+    if floor is None:
+        return []
+    lines = [
+        f"A/A floor of {floor.launches} launches: equal variants of {floor.group} differ by no more than this "
+        f"(half the range of all launches as ±)"
+    ]
+    limits = {(item.key, item.metric): item for item in floor.cells}
+    for cell in comparison.cells:
+        for row in cell.rows:
+            item = limits.get((cell.key, row.metric.name)) if row.decisive else None
+            if item is not None:
+                around = "" if item.spread is None else f" (± {item.spread:.2%})"
+                lines.append(f"floor: {cell.key} {row.metric.name} {item.floor:.2%}{around}")
+    for answers in floor.answers:
+        named = ", ".join(map(str, answers.flips[:NAMED_CHANGES]))
+        more = len(answers.flips) - NAMED_CHANGES
+        which = f" ({named}{f' and {more} more' if more > 0 else ''})" if answers.flips else ""
+        lines.append(
+            f"floor: {answers.workload} {len(answers.flips)} of {answers.num_questions} questions flip{which}; two "
+            f"launches differ in up to {answers.most_changed}; right answers of equal variants by up to {answers.net}"
+        )
+    return lines
 
 
 def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[tuple[str, list[list[str]]]]:

@@ -109,6 +109,26 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def find_aa_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """A/A runs among these run folders and beside them.
+
+    Returns:
+        Their folders in order of their names, and a warning for each folder beside that could not be looked at.
+    """
+    beside = {folder.parent for path in paths for folder in path.absolute().parent.glob(f"*/{RUN_FILE}")}
+    given = {path.absolute(): path for path in paths}
+    found: list[Path] = []
+    warnings: list[str] = []
+    for folder in sorted({*given, *beside}):
+        try:
+            if read_model(folder / RUN_FILE, RunRecord).aa:
+                found.append(given.get(folder, folder))
+        except RecordError as error:
+            if folder not in given:  # one that was asked for is read, and refused, on its own account
+                warnings.append(f"not looked at for an A/A floor: {error}")
+    return found, warnings
+
+
 def read_launch(path: Path) -> Launch:
     """Read the folder of one launch.
 

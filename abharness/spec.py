@@ -240,3 +240,21 @@ class ExperimentSpec(_Strict):
         names = sorted({name for env in both.values() for name in env})
         values = {name: {variant: both[variant].get(name) for variant in VARIANTS} for name in names}
         return {name: value for name, value in values.items() if value["baseline"] != value["candidate"]}
+
+    def against_itself(self) -> ExperimentSpec:
+        """The A/A of this experiment: the candidate is the baseline, and what is expected of it as well."""
+        expected = {
+            name: dict.fromkeys(VARIANTS, values["baseline"]) if "baseline" in values else {}
+            for name, values in ((name, getattr(self.verify, name)) for name in VerifySpec.model_fields)
+        }
+        return self.model_copy(
+            update={
+                "variants": dict.fromkeys(VARIANTS, self.variants["baseline"]),
+                "verify": VerifySpec(**expected),
+            }
+        )
+
+    @property
+    def is_aa(self) -> bool:
+        """Whether the variants are one and the same; a spec file with such variants is refused."""
+        return self.variants["baseline"] == self.variants["candidate"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from abharness import accuracy
-from abharness.plan import config_hash, launch_order
+from abharness.plan import config_hash, launch_order, recorded_hash
 from abharness.prompts import combined_hash
 from abharness.record import (
     AccuracyRun,
@@ -68,6 +68,8 @@ class Made:
     verified: bool = True
     status: Any = "completed"
     failure: Failure | None = None
+    started_at: str = "2026-01-01T00:00:00+00:00"
+    model: str = "m"
 
 
 def spec(*overrides: str) -> ExperimentSpec:
@@ -79,9 +81,10 @@ def write_run(
     launches: Mapping[Variant, Sequence[Made]],
     *overrides: str,
     provenance: Mapping[str, Any] | None = None,
+    aa: bool = False,
 ) -> Path:
     """Write a run whose k-th launch of a variant is the k-th of `launches`; fewer than planned are left out."""
-    wanted = spec(*overrides)
+    wanted = spec(*overrides).against_itself() if aa else spec(*overrides)
     order = launch_order(wanted.design)
     folder.mkdir(parents=True)
     write_model(
@@ -93,8 +96,10 @@ def write_run(
             created_at="2026-01-01T00:00:00+00:00",
             abharness_version="0",
             spec=wanted.model_dump(mode="json"),
+            spec_sha256=recorded_hash(wanted.model_dump(mode="json")),
             plan=order,
             provenance=dict(provenance or {"cpu": "x"}),
+            aa=aa,
         ),
     )
     counts: dict[Variant, int] = {"baseline": 0, "candidate": 0}
@@ -126,7 +131,7 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
     kept = asked[: len(asked) - made.drop_answers]
     if kept:
         append_lines(path / "gsm8k.jsonl", [answer(question, made) for question in kept])
-    env = {"SHARED": "1", **({"SWITCH": "1"} if variant == "candidate" else {}), **made.env}
+    env = {"SHARED": "1", **({"SWITCH": "1"} if variant == "candidate" and not wanted.is_aa else {}), **made.env}
     witness = ProcessWitness(pid=1, ppid=0, start_ticks=1, name="VLLM::EngineCore", state="ok")
     check = EnvironmentCheck(when="before_load", expected={}, processes=[witness])
     write_model(
@@ -146,12 +151,12 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
             variant=variant,
             sentinel=f"t-{index}",
             config_hash=config_hash(wanted),
-            started_at="2026-01-01T00:00:00+00:00",
+            started_at=made.started_at,
             argv=["python", "-m", "vllm", "serve", "m", "--port", "1", "--served-model-name", f"n-{index}"],
             env=env,
             inherited=[],
             not_passed=[],
-            model="m",
+            model=made.model,
             served_model_name=f"n-{index}",
             port=1,
             wall_s=1,
