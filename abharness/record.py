@@ -209,7 +209,7 @@ class AnswerRecord(Model):
     arguments: dict[str, Any]
     resps: list[list[str]]
     filtered_resps: list[str]
-    filter: str
+    filter: Literal["strict-match", "flexible-extract"]
     exact_match: float | None
     state: AnswerState
     extractions: dict[str, Extraction]

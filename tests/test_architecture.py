@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "flips": {"record"},
     "answers": {"record"},
     "plan": {"record", "redaction", "spec"},
-    "runs": {"errors", "record", "storage"},
+    "runs": {"accuracy", "errors", "record", "storage"},
     "validity": {"checks", "record", "runs", "spec", "stats"},
     "cells": {"metrics", "record", "runs", "spec", "stats"},
     "paired": {"cells", "checks", "flips", "record", "spec", "stats", "validity"},

@@ -214,6 +214,34 @@ def test_answers_that_got_worse_are_a_regression_however_fast(tmp_path: Path, ca
     assert found["accuracy"][0]["p"] == pytest.approx(2 / 256)
 
 
+@pytest.mark.parametrize("field", ["state", "extractions"])
+def test_what_the_record_concluded_from_an_answer_is_concluded_again(field: str, tmp_path: Path, capsys: Any) -> None:
+    """A file that calls wrong answers right is not believed, and the difference is told."""
+    run = write_run(tmp_path / "r", variants(SLOW, FAST, answers=wrong(*range(8))))
+    for path in run.glob("launches/*-candidate/gsm8k.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line["state"], line["exact_match"] = "right", 1.0
+            if field == "extractions":
+                line["extractions"]["flexible-extract"] |= {"value": str(line["doc_id"]), "exact_match": True}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = compare(capsys, run)
+    assert (code, found["accuracy"][0]["call"]) == (1, "worse")
+    assert any("8 answers are scored otherwise than recorded" in warning for warning in found["warnings"])
+
+
+def test_an_answer_without_a_gold_number_or_a_reply_is_missing(tmp_path: Path, capsys: Any) -> None:
+    run = write_run(tmp_path / "r", variants(SLOW, FAST))
+    path = run / "launches/0-baseline/gsm8k.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["target"] = "no number"
+    lines[1]["resps"] = []
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = compare(capsys, run)
+    assert (code, found["codes"]) == (3, ["incomplete_requests"])
+    assert "incomplete 6/8" in found["seen"][0]["finding"]["message"]
+
+
 def test_b3_speed_below_the_accuracy_floor_is_no_gain(tmp_path: Path, capsys: Any) -> None:
     garbled = variants(SLOW, FAST, answers=dict.fromkeys(range(8), "the the the 4 4 4"))
     run = write_run(tmp_path / "r", garbled, "workloads.gsm8k.min_exact_match=0.5")
