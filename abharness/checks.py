@@ -163,20 +163,22 @@ def _check_whole(cell: CellRecord, requests: Sequence[RequestRecord]) -> Finding
 
 def _check_times(cell: CellRecord, requests: Sequence[RequestRecord]) -> Finding | None:
     # A request can only be timed wrongly by damage: every rate and latency would follow it.
-    off = []
+    off = set()
     for request in requests:
+        if request.error is None and None in (request.first_token_s, request.last_token_s):
+            off.add(request.index)
         begin = (cell.started_s, request.submitted_s)
         # The client may come to note that it has sent a request after the answer's first bytes are in.
         for chain in ((*begin, request.first_token_s, request.last_token_s), (*begin, request.sent_s)):
             known = [time_s for time_s in (*chain, cell.ended_s) if time_s is not None]
             if any(later < earlier - ROUNDING_S for earlier, later in pairwise(known)):
-                off.append(request.index)
+                off.add(request.index)
     if not off:
         return None
     return Finding(
         code="incomplete_requests",
-        message=f"the times of {len(set(off))} of {len(requests)} requests are out of order or outside the cell's window: "
-        f"{_some(set(off))}",
+        message=f"the times of {len(off)} of {len(requests)} requests are missing, out of order or outside the window: "
+        f"{_some(off)}",
         hint="requests.jsonl or launch.json is damaged; rerun this launch",
     )
 

@@ -8,7 +8,7 @@ is valid; otherwise it is `~`, or there is no verdict and the codes say why.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,6 +172,12 @@ def _spec(run: Run) -> ExperimentSpec:
     missing = [variant for variant in VARIANTS if variant not in spec.variants]
     if missing:
         raise RecordError(f"{run.path}: recorded spec: variants: no {missing[0]}")
+    planned, wanted = Counter(run.record.plan), spec.design.launches_per_variant
+    if any(planned[variant] != wanted for variant in VARIANTS):
+        raise RecordError(
+            f"{run.path}: plan: {planned['baseline']} baseline and {planned['candidate']} candidate launches, the recorded "
+            f"spec has {wanted} of each"
+        )
     return spec
 
 

@@ -61,7 +61,7 @@ M = TypeVar("M", bound=Model)
 
 def _migrate(data: dict[str, Any], path: Path) -> dict[str, Any]:
     version = data.get("schema_version")
-    if version is not None and (not isinstance(version, int) or version > SCHEMA_VERSION or version < 1):
+    if version is not None and (type(version) is not int or version > SCHEMA_VERSION or version < 1):
         raise RecordError(
             f"{path}: schema version {version!r}, this abharness reads up to {SCHEMA_VERSION}",
             hint="upgrade abharness to the version that wrote it",

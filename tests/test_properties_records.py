@@ -244,16 +244,33 @@ def test_every_line_of_a_request_file_is_checked_on_its_own(whole: Path) -> None
     assert (len(lines), warnings) == (4, [])
 
 
-def test_a_spec_that_was_changed_after_the_run_is_refused(copied: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("spec", "order"), ("plan", ["baseline", "candidate"]), ("plan", []), ("schema_version", True)]
+)
+def test_a_run_record_that_was_changed_after_the_run_is_refused(key: str, value: Any, copied: Any) -> None:
     with copied() as run:
         path = run / "experiment.json"
-        path.write_text(path.read_text().replace('"order": "abba"', '"order": "random"'))
+        record = json.loads(path.read_text())
+        if value == "order":
+            record["spec"]["design"]["order"] = "random"
+        else:
+            record[key] = value
+        path.write_text(json.dumps(record))
         assert compare(run) == 2
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("submitted_s", -1.0), ("first_token_s", 1e9), ("last_token_s", 0.0), ("sent_s", 1e9), ("prompt_tokens", None)],
+    [
+        ("submitted_s", -1.0),
+        ("first_token_s", 1e9),
+        ("last_token_s", 0.0),
+        ("sent_s", 1e9),
+        ("prompt_tokens", None),
+        ("first_token_s", None),
+        ("last_token_s", None),
+        ("prompt_sha256", "\ud800"),
+    ],
 )
 def test_a_request_timed_out_of_order_or_not_counted_gives_its_cell_no_verdict(
     field: str, value: Any, copied: Any
