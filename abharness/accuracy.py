@@ -355,7 +355,6 @@ def answer_record(
         decided_by: See `score`.
     """
     scored = score(question, text, finish_reason=finish_reason, error=error, decided_by=decided_by)
-    decisive = scored.extractions[decided_by]
     sent = prompt.text if prompt.text is not None else json.dumps(prompt.messages, ensure_ascii=False)
     return AnswerRecord(
         workload=workload,
@@ -364,19 +363,48 @@ def answer_record(
         target=question.answer,
         arguments={"gen_args_0": {"arg_0": sent, "arg_1": {"until": list(prompt.stop), **generation}}},
         resps=[[text or ""]],
-        filtered_resps=["[invalid]" if decisive.value is None else decisive.value],
         filter=decided_by,
-        exact_match=None if decisive.exact_match is None else float(decisive.exact_match),
-        state=scored.state,
-        extractions={name: scored.extractions[name] for name in FILTERS},
         finish_reason=finish_reason,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         reasoning=reasoning,
         tokens=tokens,
         e2el_s=e2el_s,
-        error=scored.error,
+        **_conclusions(scored, decided_by),
     )
+
+
+def rescored(record: AnswerRecord) -> AnswerRecord:
+    """A recorded answer with everything that was concluded from the reply concluded again.
+
+    Raises:
+        ValueError: It holds no reply, or its target names no number.
+    """
+    gold = parse_gold(record.target.rpartition("####")[2]) if "####" in record.target else None
+    if gold is None:
+        raise ValueError(f"question {record.doc_id}: its target names no number")
+    if len(record.resps) != 1 or len(record.resps[0]) != 1:
+        raise ValueError(f"question {record.doc_id}: one reply was expected")
+    question = Question(record.doc_id, record.doc.get("question", ""), record.target, gold)
+    scored = score(
+        question,
+        record.resps[0][0],
+        finish_reason=record.finish_reason,
+        error=record.error,
+        decided_by=record.filter,
+    )
+    return record.model_copy(update=_conclusions(scored, record.filter))
+
+
+def _conclusions(scored: Score, decided_by: FilterName) -> dict[str, Any]:
+    decisive = scored.extractions[decided_by]
+    return {
+        "filtered_resps": ["[invalid]" if decisive.value is None else decisive.value],
+        "exact_match": None if decisive.exact_match is None else float(decisive.exact_match),
+        "state": scored.state,
+        "extractions": {name: scored.extractions[name] for name in FILTERS},
+        "error": scored.error,
+    }
 
 
 def summarise(records: Sequence[AnswerRecord]) -> AccuracySummary:

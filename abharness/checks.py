@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from abharness.prompts import combined_hash
@@ -30,6 +31,9 @@ PREFIX_HIT_LIMIT = 0.01
 TRUNCATION_LIMIT = 0.05
 """Share of truncated answers above which accuracy is doubtful: that many points of exact_match are unknown."""
 
+ROUNDING_S = 1e-6
+"""Times of one monotonic clock that differ by less are equal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Code:
@@ -39,11 +43,14 @@ class Code:
         meaning: What was seen, in general terms.
         next_step: What to do about it.
         invalidates: True: no verdict while it stands.
+        waivable: `compare --allow` can set it aside: a difference or a disturbance that a person may know to be
+            harmless. Never a failed proof, nor work that was not done.
     """
 
     meaning: str
     next_step: str
     invalidates: bool = True
+    waivable: bool = False
 
 
 CODES: dict[str, Code] = {
@@ -70,7 +77,9 @@ CODES: dict[str, Code] = {
         "find the cache directory that is not under the launch's own folders",
     ),
     "prefix_cache_hits": Code(
-        "prompts were served from the prefix cache", "prompts are distinct: look for a plugin or proxy that caches"
+        "prompts were served from the prefix cache",
+        "prompts are distinct: look for a plugin or proxy that caches",
+        waivable=True,
     ),
     "prompt_tokens_mismatch": Code("the server counted other prompt lengths than were sent", "see requests.jsonl"),
     "output_tokens_mismatch": Code(
@@ -81,12 +90,15 @@ CODES: dict[str, Code] = {
     "client_bound": Code(
         "the load generator was near its own limit: it was measured, not the server",
         "give the client a core of its own, or lower the concurrency",
+        waivable=True,
     ),
     "order_confounded": Code(
-        "variant and time go together in the launches: drift counts as a difference", "use design.order abba"
+        "variant and time go together in the launches: drift counts as a difference",
+        "use design.order abba",
+        waivable=True,
     ),
     "undeclared_difference": Code(
-        "the variants differ in more than what was declared", "make them equal, or compare with --allow NAME"
+        "the variants differ in more than what was declared", "make them equal", waivable=True
     ),
     "accuracy_below_floor": Code(
         "a variant's answers fell through the floor: its speed is not a gain", "look at its answers in gsm8k.jsonl"
@@ -120,8 +132,16 @@ CODES: dict[str, Code] = {
     "truthiness_risk": Code(
         "the variants differ only in flag texts that a careless reader takes for the same, and no difference was shown",
         "leave the variable unset in the baseline (null)",
+        waivable=True,
     ),
 }
+
+
+def code_of(name: str) -> Code:
+    """A code by name; one that is not known (a record of another version) invalidates."""
+    return CODES.get(name) or Code(
+        "a check that this abharness does not know objects", "compare with the version that wrote it"
+    )
 
 
 def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Finding]:
@@ -136,6 +156,7 @@ def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Find
     """
     findings = [
         _check_whole(cell, requests),
+        _check_times(cell, requests),
         _check_complete(requests),
         _check_prompt_tokens(requests, cell.input_len),
         _check_output_tokens(requests, cell.output_len),
@@ -157,6 +178,28 @@ def _check_whole(cell: CellRecord, requests: Sequence[RequestRecord]) -> Finding
     )
 
 
+def _check_times(cell: CellRecord, requests: Sequence[RequestRecord]) -> Finding | None:
+    # A request can only be timed wrongly by damage: every rate and latency would follow it.
+    off = set()
+    for request in requests:
+        if request.error is None and None in (request.first_token_s, request.last_token_s):
+            off.add(request.index)
+        begin = (cell.started_s, request.submitted_s)
+        # The client may come to note that it has sent a request after the answer's first bytes are in.
+        for chain in ((*begin, request.first_token_s, request.last_token_s), (*begin, request.sent_s)):
+            known = [time_s for time_s in (*chain, cell.ended_s) if time_s is not None]
+            if any(later < earlier - ROUNDING_S for earlier, later in pairwise(known)):
+                off.add(request.index)
+    if not off:
+        return None
+    return Finding(
+        code="incomplete_requests",
+        message=f"the times of {len(off)} of {len(requests)} requests are missing, out of order or outside the window: "
+        f"{_some(off)}",
+        hint="requests.jsonl or launch.json is damaged; rerun this launch",
+    )
+
+
 def _check_complete(requests: Sequence[RequestRecord]) -> Finding | None:
     errors = Counter(request.error for request in requests if request.error is not None)
     if requests and not errors:
@@ -173,6 +216,14 @@ def _check_complete(requests: Sequence[RequestRecord]) -> Finding | None:
 
 
 def _check_prompt_tokens(requests: Sequence[RequestRecord], input_len: int) -> Finding | None:
+    whole = [request for request in requests if request.error is None]
+    silent = sum(request.prompt_tokens is None for request in whole)
+    if silent:
+        return Finding(
+            code="prompt_tokens_mismatch",
+            message=f"the server did not count the prompt tokens of {silent} of {len(whole)} requests",
+            hint="its usage has no prompt_tokens: that it did the work that was asked for is not shown",
+        )
     counts = [request.prompt_tokens for request in requests if request.prompt_tokens is not None]
     off = [count for count in counts if count != input_len]
     if not off:

@@ -6,6 +6,7 @@ Heavy imports happen inside the commands: `abharness --help` needs neither an HT
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets its escape, not a traceback in place of the report.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = arguments.command(arguments)
         sys.stdout.flush()
@@ -54,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # A full disk or a missing permission: the path is what the user needs.
         _say(f"error: {error}")
+        return 5
+    except Exception as error:
+        # Left to Python it would exit with 1, which says that a regression was called.
+        import traceback
+
+        traceback.print_exc()
+        _say(f"internal error: {type(error).__name__}; nothing can be concluded from this; please report it as above")
         return 5
     return code
 
@@ -135,10 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--all-metrics", action="store_true", help="every metric, not only the chief ones")
     compare.add_argument(
         "--allow",
-        metavar="NAME",
+        metavar="CODE[:NAME]",
         action="append",
         default=[],
-        help="let an undeclared difference, or order_confounded, pass; printed in the result; repeatable",
+        help="let a finding pass that cannot matter, as printed: 'undeclared_difference:env.NAME', 'order_confounded', "
+        "'client_bound:PLACE'; kept and printed in the result; repeatable",
     )
     compare.set_defaults(command=_compare)
 

@@ -8,7 +8,7 @@ is valid; otherwise it is `~`, or there is no verdict and the codes say why.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,16 +18,18 @@ from pydantic import ValidationError
 
 from abharness import floors, metrics, stats
 from abharness.cells import ByLaunch, Cell, CellFloor, call_cells, launch_values
-from abharness.checks import CODES, check_cell
+from abharness.checks import check_cell
 from abharness.diagnostics import remark
 from abharness.effects import Effect, effect_findings, effects
 from abharness.errors import RecordError
 from abharness.floors import Floor
 from abharness.paired import Accuracy, compare_answers
+from abharness.plan import recorded_hash
 from abharness.record import Finding, Variant
 from abharness.runs import CellKey, Run, find_aa_runs, find_runs, read_run
 from abharness.spec import VARIANTS, ExperimentSpec
 from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings, time_positions
+from abharness.waivers import Waiver, parse_waivers, quoted, stands, used, waived, watermark
 
 Outcome = Literal["no regression", "regression", "no verdict", "launch failed"]
 
@@ -44,8 +46,8 @@ class Comparison:
         launches: (completed, planned) by variant.
         effects: Each declared difference with what proves that the server acts on it.
         codes: Invalidating codes, each once, in order of finding.
-        allowed: Waived undeclared differences.
         advice: Findings that do not invalidate.
+        waived: Findings set aside by `--allow`.
         aa: The baseline ran against itself.
         floor: What an A/A measured; None for an A/B, and for an A/A that is not valid.
     """
@@ -64,7 +66,7 @@ class Comparison:
     accuracy: list[Accuracy]
     seen: list[Seen]
     advice: list[Seen]
-    allowed: tuple[str, ...]
+    waived: list[Seen]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     aa: bool = False
@@ -85,18 +87,20 @@ def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[
     Args:
         folders: Results folders or run folders. Exactly two run folders, none an A/A: the baseline launches of the
             first against the candidate launches of the second.
-        allow: Names of undeclared differences, or `order_confounded`, to let pass; they are printed in the result.
+        allow: Findings to let pass, as `CODE` or `CODE:NAME` (see `waivers`); they are kept and printed.
 
     Raises:
         RecordError: Nothing to compare, or a record is damaged.
+        UsageError: A waiver cannot be read, or is for a code that cannot be waived.
     """
+    waivers = parse_waivers(allow)
     paths = find_runs(folders)
     aa_paths, warnings = find_aa_runs(paths)
-    references = [_aa_run(path, allow) for path in aa_paths]
+    references = [_aa_run(path, waivers) for path in aa_paths]
     if len(folders) == 2 and list(map(Path, folders)) == paths and not set(paths) & set(aa_paths):
         first, second = read_run(paths[0]), read_run(paths[1])
-        return [compare_runs(first, second, allow, references, warnings)]
-    return [compare_runs(run := read_run(path), run, allow, references, warnings) for path in paths]
+        return [compare_runs(first, second, waivers, references, warnings)]
+    return [compare_runs(run := read_run(path), run, waivers, references, warnings) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +117,11 @@ class AaRun:
     differs: bool
 
 
-def _aa_run(path: Path, allow: Sequence[str]) -> AaRun | str:
+def _aa_run(path: Path, waivers: Sequence[Waiver]) -> AaRun | str:
     """An A/A with its validity, computed from its records; a text where they cannot be read."""
     try:
         run = read_run(path)
-        found = compare_runs(run, run, allow)
+        found = compare_runs(run, run, waivers)
     except RecordError as error:
         return f"{path} gives no floor: {error}"
     return AaRun(run, tuple(code for code in found.codes if code != AA_CODE), AA_CODE in found.codes)
@@ -160,17 +164,32 @@ def _floors(sides: list[Side], alpha: float, references: Sequence[AaRun | str]) 
 
 def _spec(run: Run) -> ExperimentSpec:
     try:
-        return ExperimentSpec.model_validate(run.record.spec)
+        spec = ExperimentSpec.model_validate(run.record.spec)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise RecordError(f"{run.path}: recorded spec: {where}: {first['msg']}") from error
+    if run.record.spec_sha256 not in (None, recorded_hash(run.record.spec)):
+        raise RecordError(
+            f"{run.path}: the recorded spec is not the one that was written",
+            hint="experiment.json was changed after the run: it does not say any more what was launched",
+        )
+    missing = [variant for variant in VARIANTS if variant not in spec.variants]
+    if missing:
+        raise RecordError(f"{run.path}: recorded spec: variants: no {missing[0]}")
+    planned, wanted = Counter(run.record.plan), spec.design.launches_per_variant
+    if any(planned[variant] != wanted for variant in VARIANTS):
+        raise RecordError(
+            f"{run.path}: plan: {planned['baseline']} baseline and {planned['candidate']} candidate launches, the recorded "
+            f"spec has {wanted} of each"
+        )
+    return spec
 
 
 def compare_runs(
     first: Run,
     second: Run,
-    allow: Sequence[str] = (),
+    waivers: Sequence[Waiver] = (),
     references: Sequence[AaRun | str] = (),
     warnings: Sequence[str] = (),
 ) -> Comparison:
@@ -179,7 +198,7 @@ def compare_runs(
     Args:
         first: Its baseline launches count.
         second: Its candidate launches count.
-        allow: As for `compare_folders`.
+        waivers: Findings to let pass.
         references: A/A runs to look at for a floor; a text stands for one that could not be read.
         warnings: Of the search for them.
 
@@ -192,20 +211,22 @@ def compare_runs(
         Side("candidate", second, second.of("candidate"), second.record.plan.count("candidate")),
     ]
     measured, floor_notes = _floors(sides, spec.design.alpha, references)
-    cells, cell_seen = _cells(sides, spec, floors.by_cell(measured))
+    cells, cell_seen = _cells(sides, spec, waivers, floors.by_cell(measured))
     accuracy, answer_seen, floor_seen = compare_answers(sides, spec, floors.by_workload(measured))
     whole = [
         *failed_launches(sides),
         *launch_findings(sides, spec),
-        *differences(sides, spec, allow),
-        *order_findings(sides, spec, allow),
+        *differences(sides, spec),
+        *order_findings(sides, spec),
         *floor_seen,
     ]
     acted = effects(sides, spec)
     shown = [row.call for cell in cells for row in cell.rows if row.decisive] + [item.call for item in accuracy]
     whole += effect_findings(acted, difference_shown=any(call in ("better", "worse") for call in shown))
-    invalid = [item for item in (*whole, *cell_seen, *answer_seen) if CODES[item.finding.code].invalidates]
-    advice = [item for item in (*whole, *cell_seen, *answer_seen) if not CODES[item.finding.code].invalidates]
+    found = [*whole, *cell_seen, *answer_seen]
+    invalid = [item for item in found if stands(item, waivers)]
+    accepted = [item for item in found if waived(item, waivers)]
+    advice = [item for item in found if item not in invalid and item not in accepted]
     codes = tuple(dict.fromkeys(item.finding.code for item in invalid))
     everything = any(item in invalid for item in whole)
     if everything:
@@ -221,6 +242,8 @@ def compare_runs(
         outcome = "no verdict"
     else:
         outcome = "no regression"
+    marks = used(waivers, accepted)
+    unused = [f"{quoted(waiver)} matched nothing in this comparison" for waiver in waivers if waiver not in marks]
     aa = first.record.aa and first.path == second.path
     if aa and not everything:
         invalid += (differing := _aa_differences(cells, accuracy, spec.design.alpha))
@@ -238,22 +261,26 @@ def compare_runs(
         switches=spec.switches(),
         effects=tuple(acted),
         outcome=outcome,
-        summary=_aa_summary(outcome, codes, sides) if aa else _summary(outcome, cells, accuracy, codes),
+        summary=(_aa_summary(outcome, codes, sides) if aa else _summary(outcome, cells, accuracy, codes))
+        + watermark(marks, verdict=outcome.endswith("regression")),
         codes=codes,
         cells=cells,
         accuracy=accuracy,
         seen=invalid,
         advice=advice,
-        allowed=tuple(allow),
+        waived=accepted,
         notes=(*_notes(sides, spec, cells), *floor_notes),
-        warnings=tuple(dict.fromkeys((*first.warnings, *second.warnings, *warnings))),
+        warnings=tuple(dict.fromkeys((*unused, *first.warnings, *second.warnings, *warnings))),
         aa=aa,
         floor=_own_floor(first, codes, spec.design.alpha) if aa else None,
     )
 
 
 def _cells(
-    sides: list[Side], spec: ExperimentSpec, limits: Mapping[tuple[CellKey, str], CellFloor]
+    sides: list[Side],
+    spec: ExperimentSpec,
+    waivers: Sequence[Waiver],
+    limits: Mapping[tuple[CellKey, str], CellFloor],
 ) -> tuple[list[Cell], list[Seen]]:
     """The cells with their calls, and what the checks of each cell saw."""
     kinds: dict[CellKey, metrics.Kind] = {}
@@ -269,7 +296,7 @@ def _cells(
                 for finding in check_cell(record, requests):
                     where = f"launch {launch.record.launch_index}-{side.variant}, {key}"
                     found.append(Seen(where, finding))
-                    if CODES[finding.code].invalidates:
+                    if stands(found[-1], waivers):
                         codes[key].append(finding.code)
             for key, table in launch_values(launch).items():
                 for name, value in table.items():

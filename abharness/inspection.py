@@ -42,6 +42,8 @@ def _witness(one: procfs.Process) -> ProcessWitness:
         state=read.state,
         reason=read.reason,
         started_with=dict(sorted(redact(switches).items())),
+        renamed=procfs.renamed(one),
+        layout_checked=read.layout_checked if read.state == "ok" else None,
     )
 
 
@@ -91,7 +93,7 @@ def servers_text(views: Sequence[ServerView]) -> str:
     for view in views:
         lines += [f"server {view.root_pid}: {view.command}"]
         for one in view.processes:
-            lines.append(f"  {one.pid} {one.name}")
+            lines.append(f"  {one.pid} {one.name}{_title_note(one)}")
             if one.state != "ok":
                 lines.append(f"    {one.state}: {one.reason}")
             elif not one.started_with:
@@ -111,7 +113,8 @@ def check_text(label: str, check: EnvironmentCheck) -> str:
                 lines.append(f"    {one.pid} {one.name}: {one.state}: {one.reason}")
             else:
                 now = f", has now {_shown(reports[one.pid].environ.get(name))}" if one.pid in reports else ""
-                lines.append(f"    {one.pid} {one.name}: started with {_shown(one.started_with.get(name))}{now}")
+                then = _shown(one.started_with.get(name))
+                lines.append(f"    {one.pid} {one.name}: started with {then}{now}{_title_note(one)}")
     for pattern, line in check.log_matches.items():
         lines.append(f"  log {pattern!r}: {line if line else 'no line matches'}")
     for plugin, pids in check.plugins.items():
@@ -121,6 +124,10 @@ def check_text(label: str, check: EnvironmentCheck) -> str:
     lines += [f"  {finding.code}: {finding.message}" for finding in check.findings]
     lines.append("  NOT verified" if any(finding.fatal for finding in check.findings) else "  verified")
     return "\n".join(lines) + "\n"
+
+
+def _title_note(one: ProcessWitness) -> str:
+    return " (renamed, environment whole)" if one.renamed and one.state == "ok" else ""
 
 
 def _shown(value: str | None) -> str:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from abharness.record import Variant
 from abharness.redaction import redact
@@ -135,6 +135,11 @@ def config_hash(spec: ExperimentSpec) -> str:
     """Hash of everything in a spec that changes what is run; the wording of the question does not."""
     data = spec.model_dump(mode="json", exclude={"question": True, "server": {"ready_timeout_s"}})
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def recorded_hash(spec: Mapping[str, Any]) -> str:
+    """Hash of a spec as it stands on record, secrets hidden: it shows whether the record was changed since."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
 def build_plan(spec: ExperimentSpec, host: Host) -> Plan:

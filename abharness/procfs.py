@@ -3,7 +3,9 @@
 `/proc/<pid>/environ` is a snapshot from the moment of exec: later changes of `os.environ` do not show, a forked child
 shows its parent's block, a spawned one its own. It lies in the process's own memory, so a process that renames itself
 (setproctitle) may have overwritten it, in whole or in part. A block that cannot be whole proves nothing: it is
-`unreadable` with a reason, and no variable of it counts as absent.
+`unreadable` with a reason, and no variable of it counts as absent. Wholeness is held against what the kernel laid out
+at exec and keeps elsewhere: the block's bounds (fields 50 and 51 of `/proc/<pid>/stat`), and, where the process's
+memory may be read, the vector of entry pointers on its stack.
 
 Only the standard library is needed here. Everything is a snapshot; a process is named for good by its pid together
 with its start time in clock ticks since boot (field 22 of `/proc/<pid>/stat`, see proc_pid_stat(5)).
@@ -17,48 +19,58 @@ import re
 import socket
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from abharness.envblock import (
+    EnvironRead,
+    ExecLayout,
+    find_layout,
+    judge_block,
+    parse_environ,
+    shows_title,
+)
 from abharness.redaction import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from abharness.record import ReadState
+    from collections.abc import Iterable, Iterator
 
 PROC = Path("/proc")
 TCP_LISTEN = "0A"
 ENGINE_TITLE = "VLLM::"
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironRead:
-    """One environment block as it was read.
-
-    Attributes:
-        state: `ok`: whole. `unreadable`: see `reason`. `gone`: the process has ended.
-        variables: Name to value, the first of equal names as getenv has it; bytes that are no UTF-8 are surrogates.
-            Empty unless `state` is `ok`.
-        nameless: Entries that begin with "=" (shells on some systems leave them); they set no variable.
-    """
-
-    state: ReadState
-    reason: str | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
-    nameless: tuple[str, ...] = ()
+KERNEL_THREAD = 0x00200000
+"""PF_KTHREAD of the kernel's include/linux/sched.h, in field 9 of `/proc/<pid>/stat`."""
+MOST_STACK_BYTES = 32 * 2**20
+"""More than the pointers of any start take: arguments and environment together are at most 6 MiB (execve(2))."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process at one moment; `(pid, start_ticks)` is its identity."""
+    """One process at one moment; `(pid, start_ticks)` is its identity.
+
+    Attributes:
+        state: As in `/proc/<pid>/stat`; that of a living thread where the first thread has ended before the others.
+        tid: The thread through which the process can be looked into: `pid`, or that living thread's.
+        kernel: A thread of the kernel, which has no environment and no arguments.
+        stack: Where the kernel laid out the argument and environment pointers at exec; 0 when it does not tell.
+        env: Start and end of the environment block in the process's memory; zeros when the kernel does not tell.
+    """
 
     pid: int
     ppid: int
     session: int
     state: str
     start_ticks: int
+    tid: int
+    kernel: bool
+    stack: int
+    env: tuple[int, int]
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is only waiting to be collected by its parent."""
+        return self.state in "ZX"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,70 +89,128 @@ class ServerTree:
     processes: tuple[Process, ...]
 
 
-def parse_environ(block: bytes) -> EnvironRead:
-    """Split an environment block, or say why it cannot be a whole one.
-
-    Entries end at NUL and nowhere else (values hold newlines); the name ends at the first "=" (values hold more).
-    The last entry needs no NUL.
-    """
-    if not block:
-        return EnvironRead("unreadable", "the environment block is empty")
-    if not block.strip(b"\0"):
-        return EnvironRead("unreadable", f"the environment block is wiped: {len(block)} NUL bytes")
-    if block.startswith(b"\0"):
-        zeros = len(block) - len(block.lstrip(b"\0"))
-        return EnvironRead("unreadable", f"the environment block is wiped in part: its first {zeros} bytes are NUL")
-    at = block.find(b"\0\0")
-    if at >= 0:
-        return EnvironRead("unreadable", f"the environment block is wiped in part: two NUL bytes in a row at byte {at}")
-    variables: dict[str, str] = {}
-    nameless: list[str] = []
-    for raw in block.removesuffix(b"\0").split(b"\0"):
-        entry = raw.decode("utf-8", "surrogateescape")
-        name, equals, value = entry.partition("=")
-        if not equals:
-            return EnvironRead(
-                "unreadable", f"the environment block is overwritten: {printable(entry)[:60]!r} has no '='"
-            )
-        if name:
-            variables.setdefault(name, value)
-        else:
-            nameless.append(entry)
-    return EnvironRead("ok", None, variables, tuple(nameless))
-
-
 def read_environ(pid: int) -> EnvironRead:
     """What a process was started with.
 
-    An empty block is looked at again for a moment: between fork and exec there is none.
+    A read that an exec fell into, or that came before the new program has a block, is made again for a moment.
     """
     for attempt in range(5):
+        if attempt:
+            time.sleep(0.02)
+        before = process(pid)
         try:
-            read = parse_environ((PROC / str(pid) / "environ").read_bytes())
+            block = (_folder(before or pid) / "environ").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
+            if before is None and _hidden(pid):
+                return EnvironRead("unreadable", "this process is another user's, and hidden (hidepid)")
             return EnvironRead("gone", "the process has ended")
         except PermissionError:
             return EnvironRead("unreadable", "no permission to read the environment of this process")
         except OSError as error:
             return EnvironRead("unreadable", f"the environment cannot be read: {error}")
         seen = process(pid)
-        if seen is None or seen.state in "ZX":
+        if before is None or seen is None or seen.ended or seen.start_ticks != before.start_ticks:
             return EnvironRead("gone", "the process has ended")
-        if read.state == "ok" or read.reason != "the environment block is empty" or attempt == 4:
-            break
-        time.sleep(0.02)
-    return read
+        if seen.kernel:
+            return EnvironRead("unreadable", "a thread of the kernel has no environment")
+        if before.env == seen.env and before.tid == seen.tid and block:
+            return judge_block(block, seen.env, exec_layout(seen))
+    if block:
+        return EnvironRead("unreadable", "the process starts one program after another; its environment did not hold")
+    return parse_environ(block)
+
+
+def exec_layout(one: Process) -> ExecLayout | None:
+    """What the kernel laid out for a process at exec.
+
+    Returns:
+        None where its memory may not be read (another user, ptrace_scope) or does not look like it.
+    """
+    if not one.stack or not one.stack < one.env[0]:
+        return None
+    try:
+        auxv = (_folder(one) / "auxv").read_bytes()
+        with (_folder(one) / "mem").open("rb", buffering=0) as memory:
+            memory.seek(one.stack)
+            raw = memory.read(min(one.env[0] - one.stack, MOST_STACK_BYTES)) or b""
+    except (OSError, OverflowError):
+        return None
+    return find_layout(raw, auxv)
+
+
+def renamed(one: Process) -> bool | None:
+    """Whether a process shows a title in place of its arguments; None when its arguments cannot be read.
+
+    With an environment that is whole this proves that the renaming left the environment alone (`SPT_NOENV`).
+    """
+    try:
+        raw = (_folder(one) / "cmdline").read_bytes()
+    except OSError:
+        return None
+    if raw.startswith(ENGINE_TITLE.encode()):
+        return True
+    layout = exec_layout(one)
+    return shows_title(raw, None if layout is None else layout.argc)
+
+
+def _folder(one: Process | int) -> Path:
+    if isinstance(one, int):
+        return PROC / str(one)
+    return PROC / str(one.pid) if one.tid == one.pid else PROC / str(one.pid) / "task" / str(one.tid)
+
+
+def _hidden(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def process(pid: int) -> Process | None:
-    """One process, or None when there is none of that pid."""
+    """One process, or None when there is none of that pid, or none that this user may see."""
+    fields = _stat(PROC / str(pid) / "stat")
+    if fields is None:
+        return None
+    tid = pid
+    if fields[0] == "Z":
+        # The first thread may end before the others: the process then lives on, and only they can be looked into.
+        for thread in _threads(pid):
+            of_thread = _stat(PROC / str(pid) / "task" / str(thread) / "stat")
+            if of_thread is not None and of_thread[0] not in "ZX":
+                tid = thread
+                fields = [of_thread[0], *fields[1:25], *of_thread[25:]]
+                break
+    return Process(
+        pid,
+        ppid=int(fields[1]),
+        session=int(fields[3]),
+        state=fields[0],
+        start_ticks=int(fields[19]),
+        tid=tid,
+        kernel=bool(int(fields[6]) & KERNEL_THREAD),
+        stack=int(fields[25]),
+        env=(int(fields[47]), int(fields[48])),
+    )
+
+
+def _stat(path: Path) -> list[str] | None:
+    """Fields 3 to the last of a stat file."""
     try:
-        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The command name may hold spaces and parentheses; the last ")" ends it.
-    fields = text.rpartition(")")[2].split()
-    return Process(pid, ppid=int(fields[1]), session=int(fields[3]), state=fields[0], start_ticks=int(fields[19]))
+    return text.rpartition(")")[2].split()
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return sorted(int(entry.name) for entry in (PROC / str(pid) / "task").iterdir())
+    except OSError:
+        return []
 
 
 def processes() -> Iterator[Process]:
@@ -161,7 +231,7 @@ def start_ticks(pid: int) -> int | None:
 def is_alive(pid: int, ticks: int) -> bool:
     """Whether this very process still runs; a zombie and another process of the same pid do not count."""
     found = process(pid)
-    return found is not None and found.start_ticks == ticks and found.state not in "ZX"
+    return found is not None and found.start_ticks == ticks and not found.ended
 
 
 def descendants(root_pid: int, among: Iterable[Process]) -> list[Process]:

@@ -134,4 +134,4 @@ def prompts_hash(prompts: Sequence[Sequence[int]]) -> str:
 
 def combined_hash(hashes: Iterable[str]) -> str:
     """The hash of a sequence of prompts from the hashes of its prompts."""
-    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    return hashlib.sha256("\n".join(hashes).encode("utf-8", "surrogatepass")).hexdigest()

@@ -12,13 +12,14 @@ Field order tells the story: version, status, identity, configuration, evidence,
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA_VERSION = 1
 
 Variant = Literal["baseline", "candidate"]
+Count = Annotated[int, Field(ge=1)]
 AnswerState = Literal["right", "wrong", "truncated", "no_answer", "error"]
 
 
@@ -134,9 +135,9 @@ class CellRecord(Model):
 
     workload: str
     kind: Literal["decode", "prefill"]
-    input_len: int
-    output_len: int
-    max_concurrency: int
+    input_len: Count
+    output_len: Count
+    max_concurrency: Count
     repeat: int
     started_s: float
     ended_s: float
@@ -150,9 +151,9 @@ class RequestLine(Model):
     """A line of `requests.jsonl`: which cell, which request."""
 
     workload: str
-    input_len: int
-    output_len: int
-    max_concurrency: int
+    input_len: Count
+    output_len: Count
+    max_concurrency: Count
     repeat: int
     request: RequestRecord
 
@@ -208,7 +209,7 @@ class AnswerRecord(Model):
     arguments: dict[str, Any]
     resps: list[list[str]]
     filtered_resps: list[str]
-    filter: str
+    filter: Literal["strict-match", "flexible-extract"]
     exact_match: float | None
     state: AnswerState
     extractions: dict[str, Extraction]
@@ -260,6 +261,10 @@ class ProcessWitness(Model):
         role: What it does in the server: `server`, `EngineCore`, `Worker...`, or `process`.
         undeclared: Variables beyond the declared ones whose exec-time value is not the launched one: the value, or None
             where the launched variable is missing.
+        renamed: Whether it shows a title in place of its arguments; with `state` `ok` that proves that the renaming
+            left the environment alone (`SPT_NOENV`). None: its arguments cannot be read, or nobody looked.
+        layout_checked: The block agrees with the number and the places of the entries that the kernel laid out at
+            exec. False: that could not be read (ptrace_scope). None: nobody looked.
     """
 
     pid: int
@@ -271,6 +276,8 @@ class ProcessWitness(Model):
     started_with: dict[str, str | None] = {}
     role: str = "process"
     undeclared: dict[str, str | None] = {}
+    renamed: bool | None = None
+    layout_checked: bool | None = None
 
 
 class LoadedModule(Model):
@@ -470,6 +477,7 @@ class RunRecord(Model):
 
     Attributes:
         spec: The resolved spec as plain data.
+        spec_sha256: Hash of `spec` as it was written; None in records of versions that did not write it.
         plan: Order of the launches, as variant names.
         aa: The baseline ran against itself: both variants of `spec` are the baseline.
         provenance: Host, CPU, GPU, driver, versions, git commit and dirty flag of the working directory.
@@ -482,6 +490,7 @@ class RunRecord(Model):
     created_at: str
     abharness_version: str
     spec: dict[str, Any]
+    spec_sha256: str | None = None
     plan: list[Variant]
     provenance: dict[str, Any]
     aa: bool = False

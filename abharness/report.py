@@ -13,11 +13,12 @@ from typing import Any
 
 from abharness import stats
 from abharness.cells import Cell, Row
-from abharness.checks import CODES
+from abharness.checks import CODES, code_of
 from abharness.compare import Comparison
 from abharness.paired import Accuracy, ChangedAnswer
 from abharness.record import Variant
 from abharness.spec import VARIANTS
+from abharness.waivers import flag as waiver_flag
 
 NAMED_CHANGES = 10  # changed answers told one by one; the rest are counted, and all are in the JSON
 
@@ -168,7 +169,10 @@ def _remarks(comparison: Comparison) -> list[str]:
         lines += [f"{code}: {item.where}: {item.finding.message}" for item in found[:NAMED_FINDINGS]]
         if len(found) > NAMED_FINDINGS:
             lines.append(f"{code}: and {len(found) - NAMED_FINDINGS} more like these, all in the JSON")
-        lines.append(f"  next: {found[0].finding.hint or CODES[code].next_step}")
+        lines.append(f"  next: {found[0].finding.hint or code_of(code).next_step}")
+        flags = dict.fromkeys(flag for item in found[:NAMED_FINDINGS] if (flag := waiver_flag(item)))
+        if flags:
+            lines.append(f"  if this cannot matter, compare with {' '.join(flags)}")
     for code in dict.fromkeys(item.finding.code for item in comparison.advice):
         found = [item for item in comparison.advice if item.finding.code == code]
         more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
@@ -176,7 +180,7 @@ def _remarks(comparison: Comparison) -> list[str]:
             f"note: {found[0].where}: {found[0].finding.message}{more}; {found[0].finding.hint or ''}".rstrip("; ")
         )
     lines += _floor(comparison)
-    lines += [f"waived: {name} (allowed on the command line)" for name in comparison.allowed]
+    lines += [f"waived: {item.finding.code}: {item.where}: {item.finding.message}" for item in comparison.waived]
     lines += [f"note: {text}" for text in comparison.notes]
     return lines + [f"warning: {text}" for text in comparison.warnings]
 

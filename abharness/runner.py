@@ -12,7 +12,7 @@ from typing import Any
 from abharness import accuracy, provenance
 from abharness.errors import PreflightError, TeardownError, UsageError, VerificationFailed
 from abharness.launch import LaunchExecution, Questions, RunContext, utc_now
-from abharness.plan import Plan
+from abharness.plan import Plan, recorded_hash
 from abharness.progress import Reporter
 from abharness.record import LaunchRecord, RunRecord, Variant
 from abharness.redaction import hidden
@@ -128,6 +128,7 @@ class Runner:
                 )
             return
         launches_dir(self.run_dir).mkdir(parents=True, exist_ok=True)
+        recorded_spec = _redacted_spec(self.spec)
         write_model(
             path,
             RunRecord(
@@ -136,7 +137,8 @@ class Runner:
                 config_hash=self.plan.config_hash,
                 created_at=utc_now(),
                 abharness_version=provenance.own_version(),
-                spec=_redacted_spec(self.spec),
+                spec=recorded_spec,
+                spec_sha256=recorded_hash(recorded_spec),
                 plan=[launch.variant for launch in self.plan.launches],
                 provenance=provenance.collect(self.gpu),
                 aa=self.spec.is_aa,

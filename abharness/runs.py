@@ -1,7 +1,8 @@
 """The folder of a run: its layout, finding runs below a folder, reading one with everything that was kept.
 
 Reading is tolerant where nothing is lost by it (a half-written last line is dropped and said so) and strict where a
-wrong reading would make a wrong comparison (unknown schema version, damaged launch record).
+wrong reading would make a wrong comparison (unknown schema version, damaged launch record). Answers are scored again
+from the replies: what was concluded when they were written is not read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from abharness.accuracy import rescored
 from abharness.errors import RecordError
 from abharness.record import (
     AnswerRecord,
@@ -157,8 +159,19 @@ def read_launch(path: Path) -> Launch:
     if (path / ANSWERS_FILE).exists():
         replies, dropped = read_lines(path / ANSWERS_FILE, AnswerRecord)
         warnings += dropped
+        changed = 0
         for reply in replies:
-            answers[reply.workload].append(reply)
+            try:
+                scored = rescored(reply)
+            except ValueError as error:
+                warnings.append(f"{path / ANSWERS_FILE}: line dropped: {error}")
+                continue
+            changed += scored != reply
+            answers[reply.workload].append(scored)
+        if changed:
+            warnings.append(
+                f"{path / ANSWERS_FILE}: {changed} answers are scored otherwise than recorded; the new count"
+            )
     info_file = path / SERVER_INFO_FILE
     info = read_json(info_file) if info_file.exists() else None
     return Launch(path, record, evidence, dict(requests), dict(answers), info, tuple(warnings))

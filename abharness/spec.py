@@ -198,7 +198,7 @@ class Primary:
     @staticmethod
     def parse(text: str) -> Primary | None:
         """Read the text; None when it is not of this form."""
-        match = re.fullmatch(r"([^\[\]/]+)(?:\[(\d+)\])?/(\w+)", text)
+        match = re.fullmatch(r"([^\[\]/]+)(?:\[(\d{1,18})\])?/(\w+)", text)
         return Primary(match[1], int(match[2]) if match[2] else None, match[3]) if match else None
 
     def names(self, workload: str, kind: str, input_len: int, max_concurrency: int) -> bool:

@@ -247,7 +247,7 @@ def _int_arg(args: Sequence[str], name: str) -> int | None:
         text = args[index + 1] if arg == name and index + 1 < len(args) else None
         if arg.startswith(f"{name}="):
             text = arg.split("=", 1)[1]
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text) if text else None
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)([kKmMgG]?)", text) if text else None
         if match:
             scale = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}[match[2]]
             found = int(float(match[1]) * scale)
@@ -289,7 +289,7 @@ def _cross_checks(spec: ExperimentSpec, located: yamlload.Located) -> list[str]:
         for index, pattern in enumerate(patterns):
             try:
                 re.compile(pattern)
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 tell(("verify", "expect_log", name, index), f"not a regular expression: {error}")
     return problems
 

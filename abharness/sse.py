@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _MAX_ERROR_CHARS = 300
+_MAX_COUNT = 2**53  # the largest whole number that every JSON reader keeps exact
 
 
 @dataclass(slots=True)
@@ -212,7 +213,7 @@ class _Stream:
 
 
 def _count(value: Any, otherwise: int | None) -> int | None:
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
     return value if good else otherwise
 
 

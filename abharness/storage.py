@@ -15,6 +15,9 @@ from pydantic import ValidationError
 from abharness.errors import RecordError
 from abharness.record import SCHEMA_VERSION, Model
 
+LARGEST_NUMBER = 1e15
+"""Of any unit on record; what is larger is damage, and would overflow where it is squared or taken to a power."""
+
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Write a file whole or not at all: temporary file beside it, fsync, rename.
@@ -24,7 +27,8 @@ def write_text_atomic(path: Path, text: str) -> None:
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
+        # Half a surrogate pair, as a server may send it, is escaped: a report is not lost for one character.
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as out:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())
@@ -62,7 +66,7 @@ M = TypeVar("M", bound=Model)
 
 def _migrate(data: dict[str, Any], path: Path) -> dict[str, Any]:
     version = data.get("schema_version")
-    if version is not None and (not isinstance(version, int) or version > SCHEMA_VERSION or version < 1):
+    if version is not None and (type(version) is not int or version > SCHEMA_VERSION or version < 1):
         raise RecordError(
             f"{path}: schema version {version!r}, this abharness reads up to {SCHEMA_VERSION}",
             hint="upgrade abharness to the version that wrote it",
@@ -73,6 +77,23 @@ def _migrate(data: dict[str, Any], path: Path) -> dict[str, Any]:
 def _no_constants(_constant: str) -> None:
     # json.loads calls this for NaN, Infinity and -Infinity: a missing value, never a number.
     return None
+
+
+def _integer(text: str) -> int:
+    if len(text) > 19:
+        raise ValueError(f"a number out of range: {text[:30]}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if abs(value) > LARGEST_NUMBER:
+        raise ValueError(f"a number out of range: {text[:30]}")
+    return value
+
+
+def _loads(text: str | bytes) -> Any:
+    return json.loads(text, parse_constant=_no_constants, parse_float=_number, parse_int=_integer)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -86,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path}: {error}") from error
     try:
-        data = json.loads(text, parse_constant=_no_constants)
+        data = _loads(text)
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not JSON: {error}", hint="the file is damaged; rerun with --resume") from error
     if not isinstance(data, dict):
@@ -128,7 +149,7 @@ def read_lines(path: Path, kind: type[M]) -> tuple[list[M], list[str]]:
         if not line.strip():
             continue
         try:
-            records.append(kind.model_validate(json.loads(line, parse_constant=_no_constants)))
+            records.append(kind.model_validate(_loads(line)))
         except (ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0]
             warnings.append(f"{path}:{number}: line dropped: {reason}")

@@ -20,10 +20,11 @@ MOST_NAMED = 6
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A finding with the place it was found."""
+    """A finding with the place it was found; `name` is what differs, for an undeclared difference."""
 
     where: str
     finding: Finding
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,32 +129,29 @@ def time_positions(sides: list[Side]) -> dict[int, int]:
     return {record.launch_index: place for place, record in enumerate(ordered)}
 
 
-def order_findings(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -> list[Seen]:
+def order_findings(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
     """Orders of launches that confound the variants with time."""
     places = time_positions(sides)
     ran = {places[launch.record.launch_index]: side.variant for side in sides for launch in side.launches if places}
     order = [ran[place] for place in sorted(ran)]
     if sides[0].run.path != sides[1].run.path:
         message = "the variants come from two runs: whatever changed between them counts as a difference"
-        hint = "run both variants in one experiment, or compare with --allow order_confounded"
+        hint = "run both variants in one experiment"
     elif (correlation := confounded(order)) is not None:
         sequence = " ".join(variant[0] for variant in order)
         message = (
             f"design.order is {spec.design.order}, and the launches as they ran ({sequence}) correlate "
             f"variant with time: {correlation:+.2f}, limit {ORDER_LIMIT}; drift counts as a difference"
         )
-        advice = "use another seed or design.order abba" if spec.design.order == "random" else "use design.order abba"
+        hint = "use another seed or design.order abba" if spec.design.order == "random" else "use design.order abba"
         if spec.design.order == "abba":
-            advice = "launches were run again later: start a new run"
-        hint = f"{advice}, or compare with --allow order_confounded"
+            hint = "launches were run again later: start a new run"
     else:
-        return []
-    if "order_confounded" in allow:
         return []
     return [Seen("order", Finding(code="order_confounded", message=message, hint=hint))]
 
 
-def differences(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -> list[Seen]:
+def differences(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
     """Undeclared differences: between the variants, and between the launches of one variant."""
     launches = [launch for side in sides for launch in side.launches]
     facts = [launch_facts(launch) for launch in launches]
@@ -162,10 +160,7 @@ def differences(sides: list[Side], spec: ExperimentSpec, allow: Sequence[str]) -
     found: list[Seen] = []
 
     def tell(name: str, text: str, where: str) -> None:
-        if name not in allow:
-            message = f"{name}: {text}"
-            hint = f"if this cannot matter, compare with --allow '{name}'"
-            found.append(Seen(where, Finding(code="undeclared_difference", message=message, hint=hint)))
+        found.append(Seen(where, Finding(code="undeclared_difference", message=f"{name}: {text}"), name))
 
     if any(launch.server_info is None for launch in launches):
         found += _no_server_info(launches)
@@ -228,7 +223,7 @@ def _no_server_info(launches: Sequence[Launch]) -> list[Seen]:
         return [Seen("all launches", finding)]
     labels = ", ".join(f"{launch.record.launch_index}-{launch.record.variant}" for launch in without)
     message = f"server_info: the resolved configuration is on record for some launches but not for {labels}: {reason}"
-    return [Seen("baseline and candidate", Finding(code="undeclared_difference", message=message))]
+    return [Seen("baseline and candidate", Finding(code="undeclared_difference", message=message), "server_info")]
 
 
 def _some(values: Iterable[str | None]) -> str:

@@ -239,6 +239,8 @@ def _witness(
         started_with=recordable(started_with),
         role=_role(title, one.pid, logged, root_pid),
         undeclared=recordable(undeclared),
+        renamed=procfs.renamed(one),
+        layout_checked=read.layout_checked if state == "ok" else None,
     )
 
 

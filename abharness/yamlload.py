@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 MAX_NODES = 20_000  # aliases can nest a small file into gigabytes; no experiment is this large
+MAX_INT_BITS = 63  # no count is larger, and Python refuses to print one of some thousand digits
 
 Path = tuple[str | int, ...]
 
@@ -71,10 +72,15 @@ class _Builder:
             return self.mapping(node, path)
         assert isinstance(node, yaml.ScalarNode)
         try:
-            return self.constructor.construct_object(node)
+            value = self.constructor.construct_object(node)
+            if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+                raise ValueError(f"an integer of more than {MAX_INT_BITS} bits")
+            return value
         except (yaml.YAMLError, ValueError, OverflowError, KeyError, IndexError, AttributeError, TypeError) as error:
             # The constructors of tagged scalars (!!int x, a date of month 13) raise whatever they stumble over.
-            self.located.problems.append(f"{self.place(node)}: {dotted(path)}: cannot read {text!r}: {error}")
+            self.located.problems.append(
+                f"{self.place(node)}: {dotted(path)}: cannot read {node.value[:80]!r}: {error}"
+            )
             return None
 
     def mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
@@ -125,7 +131,7 @@ def load(text: str, source: str) -> Located:
     return located
 
 
-_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d{1,9})\]")
 
 
 def override(located: Located, assignment: str) -> None:

@@ -18,10 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from abharness.probe import install
 from abharness.server import LaunchCommand, VllmServer
 from abharness.telemetry import AbsentGpu
+
+# The same examples in every run: a suite that fails now and then teaches nobody. `--hypothesis-profile=explore` looks
+# for new ones.
+settings.register_profile(
+    "suite",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("explore", settings.get_profile("suite"), derandomize=False, max_examples=3_000)
+settings.load_profile("suite")
 
 # A shell starts background jobs with SIGINT ignored, and tests of Ctrl-C would then wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)

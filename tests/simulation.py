@@ -21,6 +21,7 @@ from abharness.prompts import combined_hash
 from abharness.record import CellRecord, RequestRecord, Variant
 from abharness.runs import CellKey, Run, read_run
 from abharness.spec import DesignSpec
+from abharness.waivers import Waiver
 from tests.synthetic import Made, request, spec, write_run
 
 Values = NDArray[np.float64]
@@ -148,7 +149,7 @@ class Simulator:
         recorded = spec(*design).model_dump(mode="json")
         gsm8k = [item for item in recorded["workloads"] if item["kind"] == "gsm8k"]
         recorded["workloads"] = [item for item in recorded["workloads"] if item not in gsm8k]
-        self.record = self.template.record.model_copy(update={"spec": recorded})
+        self.record = self.template.record.model_copy(update={"spec": recorded, "spec_sha256": None})
 
     def _design(self) -> dict[str, object]:
         return {"order": self.setting.order, "launches_per_variant": self.setting.launches}
@@ -175,12 +176,12 @@ class Simulator:
             launches.append(dataclasses.replace(launch, record=record, requests=requests, answers={}))
         return dataclasses.replace(self.template, record=self.record, launches=tuple(launches))
 
-    def judge(self, experiments: int, seed: int = 0, *, allow: Sequence[str] = ()) -> Rates:
+    def judge(self, experiments: int, seed: int = 0, *, waivers: Sequence[Waiver] = ()) -> Rates:
         """Draw experiments and put each through the comparison."""
         called = gains = losses = rows = 0
         for rates in self.draw(experiments, seed):
             run = self.run(rates)
-            calls = decisive_calls(compare_runs(run, run, allow))
+            calls = decisive_calls(compare_runs(run, run, waivers))
             rows += len(calls)
             gains += calls.count("better")
             losses += "worse" in calls

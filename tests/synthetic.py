@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from abharness import accuracy
-from abharness.plan import config_hash, launch_order
+from abharness.plan import config_hash, launch_order, recorded_hash
 from abharness.prompts import combined_hash
 from abharness.record import (
     AccuracyRun,
@@ -100,6 +100,7 @@ def write_run(
             created_at="2026-01-01T00:00:00+00:00",
             abharness_version="0",
             spec=wanted.model_dump(mode="json"),
+            spec_sha256=recorded_hash(wanted.model_dump(mode="json")),
             plan=order,
             provenance=dict(provenance or {"cpu": "x"}),
             aa=aa,

@@ -217,7 +217,9 @@ def request(**fields):
 
 def check(requests, *, client=IDLE, counters=None, kind="decode", input_len=1024, output_len=256):
     record = CellRecord(workload="w", kind=kind, input_len=input_len, output_len=output_len, max_concurrency=2, repeat=0,
-                        started_s=0.0, ended_s=9.0, prompts_sha256=combined_hash(r.prompt_sha256 for r in requests),
+                        started_s=min((r.submitted_s for r in requests), default=0.0),
+                        ended_s=max((r.last_token_s or r.submitted_s for r in requests), default=9.0),
+                        prompts_sha256=combined_hash(r.prompt_sha256 for r in requests),
                         client=client, counters=counters)  # fmt: skip
     return check_cell(record, requests)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from abharness.compare import compare_runs
+from abharness.waivers import Waiver
 from tests.benchmarks.other_tests import TESTS
 from tests.simulation import Setting, Simulator
 
@@ -33,7 +34,7 @@ def test_without_the_correction_it_would_call_them_more_often() -> None:
 
 def test_order_ab_takes_drift_for_a_difference_and_abba_does_not() -> None:
     called = {
-        order: Simulator(Setting("drifting", order=order)).judge(100, allow=["order_confounded"]).any_called
+        order: Simulator(Setting("drifting", order=order)).judge(100, waivers=[Waiver("order_confounded")]).any_called
         for order in ("ab", "abba")
     }
     assert called["ab"] > 0.5

@@ -1,5 +1,6 @@
 """The experiment file: everything wrong with it is told before anything starts, with line, field, found and allowed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,22 @@ def test_the_spec_of_the_readme_is_valid_and_names_every_key() -> None:
     for section in sections:
         for key in type(section).model_fields:
             assert key in example, f"the README does not show {key}"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (f"workloads.decode.input_len=0x{'f' * 5000}", "an integer of more than 63 bits"),
+        (f"workloads[{'9' * 5000}].input_len=8", "there is no such element"),
+        (f"design.primary=decode[{'9' * 5000}]/tpot", "expected CELL/METRIC"),
+        ("verify={expect_log: {candidate: ['a{99999999999999999999}']}}", "not a regular expression"),
+        (f"verify={{expect_log: {{candidate: ['{'(' * 5000}']}}}}", "not a regular expression"),
+    ],
+)
+def test_numbers_and_patterns_past_every_limit_are_refused_with_their_place(override: str, told: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(told)):
+        parse_spec(GOOD, "x.yaml", [override])
+
+
+def test_a_model_length_of_5000_digits_limits_nothing() -> None:
+    assert parse_spec(GOOD, "x.yaml", [f"server.serve_args=[--max-model-len, '{'9' * 5000}k']"]).server.serve_args

@@ -217,3 +217,9 @@ def test_quantile_interpolates():
     assert quantile([7.0], 0.99) == 7.0
     with pytest.raises(ValueError, match="no values"):
         quantile([], 0.5)
+
+
+@pytest.mark.parametrize("count", [2**53 + 1, 2**70])
+def test_a_count_that_no_reader_keeps_exact_is_no_count(count: int) -> None:
+    r = record([(0.1, text("A", "stop")), (0.2, usage(count) + DONE)])
+    assert (r.output_tokens, r.error) == (None, "the stream ended without usage")

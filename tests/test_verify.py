@@ -66,6 +66,8 @@ def test_everything_declared_is_seen_in_every_process(running: Running) -> None:
     assert [witness.state for witness in result.processes] == ["ok"] * 4
     assert all(witness.started_with == expected for witness in result.processes)
     assert [witness.name for witness in result.processes][1:] == ["VLLM::EngineCore", *["VLLM::Worker"] * 2]
+    assert [witness.renamed for witness in result.processes] == [False, True, True, True], "and their blocks are whole"
+    assert all(witness.layout_checked for witness in result.processes)
     assert "fake kernels: FAKE_SWITCH=fast" in str(result.log_matches[r"FAKE_SWITCH=f\w+$"])
 
 

@@ -66,6 +66,7 @@ def test_the_listing_shows_every_process_with_what_it_was_started_with(capsys: A
         out = capsys.readouterr().out
         assert f"server {pid}:" in out
         assert "VLLM_SWITCH='1'" in out
+        assert "VLLM::EngineCore (renamed, environment whole)" in out
 
 
 def test_the_listing_says_what_cannot_be_read_and_why(capsys: Any) -> None:
