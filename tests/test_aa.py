@@ -116,11 +116,11 @@ def test_a_waiver_holds_for_the_aa_too(tmp_path: Path, capsys: Any) -> None:
     made["baseline"][0].env = {"SEEN": "1"}
     write_run(tmp_path / "aa", made, aa=True)
     assert "gives no floor: it is not valid (undeclared_difference)" in report(capsys, run)
-    assert headline(compare(capsys, run, "--allow", "env.SEEN")[1])["floor"] is None, "nor is it the run's baseline"
+    assert headline(compare(capsys, run, "--allow", "undeclared_difference:env.SEEN")[1])["floor"] is None, "nor is it the run's baseline"
     made["baseline"][0].env = {}
     made["candidate"][0].env = {"SEEN": "1"}
     write_run(tmp_path / "aa2", made, aa=True)
-    assert headline(compare(capsys, run, "--allow", "env.SEEN")[1])["floor"] is not None
+    assert headline(compare(capsys, run, "--allow", "undeclared_difference:env.SEEN")[1])["floor"] is not None
 
 
 def test_a_change_within_the_floor_is_not_called_and_names_the_aa(tmp_path: Path, capsys: Any) -> None:
