@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from abharness import metrics, stats
-from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy, check_cell
+from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy, check_answer_totals, check_cell, check_variants
 from abharness.errors import RecordError
 from abharness.flips import Flip, explain_flip
 from abharness.record import AnswerRecord, Finding, Variant
@@ -261,6 +261,11 @@ def _cells(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Cell], list[Se
     cells: list[Cell] = []
     by_name = {metric.name: metric for metric in metrics.METRICS}
     for key, table in values.items():
+        by_variant = {side.variant: [launch.cells_of(key) for launch in side.launches] for side in sides}
+        for finding in check_variants(by_variant):
+            found.append(Seen(str(key), finding))
+            if CODES[finding.code].invalidates:
+                codes[key].append(finding.code)
         rows = [_row(by_name[name], samples, spec) for name, samples in table.items()]
         cells.append(Cell(key, kinds[key], rows, tuple(dict.fromkeys(codes[key]))))
     return _call(cells, spec), found
@@ -340,6 +345,7 @@ def _accuracies(sides: list[Side], spec: ExperimentSpec) -> tuple[list[Accuracy]
                 where = f"launch {launch.record.launch_index}-{side.variant}, {workload.name}"
                 asked = next((run.doc_ids for run in launch.record.accuracy if run.workload == workload.name), [])
                 findings = check_accuracy(records, asked)
+                findings += check_answer_totals(launch.record.accuracy, workload.name, records)
                 own += [Seen(where, finding) for finding in findings]
                 bad = bad or any(CODES[finding.code].invalidates for finding in findings)
                 tables[side.variant].append({record.doc_id: record for record in records})

@@ -4,7 +4,7 @@ A run is a folder (`results/<experiment>/<UTC timestamp>-<config hash>/`):
 
     experiment.json                     resolved spec, plan, provenance
     launches/<k>-<variant>/launch.json  one server lifetime, written when it ends, failed or not
-    launches/<k>-<variant>/requests.jsonl, gsm8k.jsonl, evidence.json, server.log
+    launches/<k>-<variant>/requests.jsonl, gsm8k.jsonl, telemetry.parquet, evidence.json, server.log
 
 Field order tells the story: version, status, identity, configuration, evidence, results, error. Times are seconds
 (`_s`), sizes bytes (`_bytes`). Absent is `None` with a reason, never 0. NaN and infinity are never written.
@@ -14,18 +14,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from abharness.base import Model
+from abharness.windows import Compilation, GpuWindow, Sampling
 
 SCHEMA_VERSION = 1
 
 Variant = Literal["baseline", "candidate"]
 AnswerState = Literal["right", "wrong", "truncated", "no_answer", "error"]
-
-
-class Model(BaseModel):
-    """Base of every record: frozen, no unknown keys, NaN and infinity refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class Finding(Model):
@@ -129,6 +124,9 @@ class CellRecord(Model):
         prompts_sha256: Hash over the request prompt hashes in order: equal in both variants or not comparable.
         client: The load generator's own business.
         counters: Server counter deltas over the cell, or None when `/metrics` could not be read.
+        gpus: What each GPU the launch could use did meanwhile, or None with the reason in `gpus_absent`.
+        gpus_absent: Why no GPU was sampled; None too in records from before there was sampling.
+        compilation: What was compiled meanwhile; None in records from before that was looked at.
         findings: What the checks of this cell saw.
     """
 
@@ -143,6 +141,9 @@ class CellRecord(Model):
     prompts_sha256: str
     client: ClientLoad
     counters: ServerCounters | None
+    gpus: list[GpuWindow] | None = None
+    gpus_absent: str | None = None
+    compilation: Compilation | None = None
     findings: list[Finding] = []
 
 
@@ -229,6 +230,7 @@ class AccuracyRun(Model):
         doc_ids: Which, in the order of asking.
         answered: Lines written to `gsm8k.jsonl`.
         questions_sha256: Hash over doc ids, questions, golds and prompts: equal in both variants or not comparable.
+        counters: Server counter deltas over the questions, or None when `/metrics` could not be read.
     """
 
     workload: str
@@ -240,6 +242,7 @@ class AccuracyRun(Model):
     questions_sha256: str
     started_s: float
     ended_s: float
+    counters: ServerCounters | None = None
     findings: list[Finding] = []
 
 
@@ -316,6 +319,9 @@ class Evidence(Model):
         default_caches_touched: Files under the default cache locations that changed during the launch.
         shared_memory_left: Names in /dev/shm that appeared during the launch and are not provably its own.
         gpu_uuids: GPUs the launch could use; None with a reason in `gpu_absent` where there is none.
+        gpu_pids_seen: By GPU, every process that had a compute context there during the load, as the driver numbers
+            them, in order of appearance.
+        gpu_pids_first_seen_s: When each of these was first seen, seconds on the clock of the requests.
         server_versions: What the server's interpreter reports: `python`, `vllm`, `torch`, ...
     """
 
@@ -327,6 +333,8 @@ class Evidence(Model):
     shared_memory_left: list[str] = []
     gpu_uuids: list[str] | None = None
     gpu_absent: str | None = None
+    gpu_pids_seen: dict[str, list[int]] = {}
+    gpu_pids_first_seen_s: dict[str, list[float]] = {}
     server_versions: dict[str, str] = {}
 
 
@@ -363,6 +371,7 @@ class LaunchRecord(Model):
         ready_s: From process start to the first real completion.
         wall_s: From preflight to stopped.
         findings: Launch-level results of checks; those of a cell are with the cell.
+        sampling: How the GPUs were sampled; None where there was no GPU to sample.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -384,6 +393,7 @@ class LaunchRecord(Model):
     stop_s: float | None = None
     wall_s: float
     findings: list[Finding] = []
+    sampling: Sampling | None = None
     cells: list[CellRecord] = []
     accuracy: list[AccuracyRun] = []
     error: Failure | None = None

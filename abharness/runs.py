@@ -22,6 +22,7 @@ from abharness.record import (
     RunRecord,
     Variant,
 )
+from abharness.samples import by_gpu, read_samples, summarise
 from abharness.storage import read_lines, read_model
 
 RUN_FILE = "experiment.json"
@@ -30,6 +31,7 @@ REQUESTS_FILE = "requests.jsonl"
 ANSWERS_FILE = "gsm8k.jsonl"
 EVIDENCE_FILE = "evidence.json"
 LOG_FILE = "server.log"
+TELEMETRY_FILE = "telemetry.parquet"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,6 +70,10 @@ class Launch:
     requests: dict[tuple[CellKey, int], list[RequestRecord]]
     answers: dict[str, list[AnswerRecord]]
     warnings: tuple[str, ...] = ()
+
+    def cells_of(self, key: CellKey) -> list[CellRecord]:
+        """The repeats of one cell."""
+        return [cell for cell in self.record.cells if CellKey.of(cell) == key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +121,7 @@ def read_launch(path: Path) -> Launch:
     Raises:
         RecordError: Its launch record or evidence cannot be read.
     """
-    record = read_model(path / LAUNCH_FILE, LaunchRecord)
+    record = _with_samples(path, read_model(path / LAUNCH_FILE, LaunchRecord))
     evidence_file = path / EVIDENCE_FILE
     evidence = read_model(evidence_file, Evidence) if evidence_file.exists() else Evidence()
     requests: dict[tuple[CellKey, int], list[RequestRecord]] = defaultdict(list)
@@ -132,6 +138,29 @@ def read_launch(path: Path) -> Launch:
         for reply in replies:
             answers[reply.workload].append(reply)
     return Launch(path, record, evidence, dict(requests), dict(answers), tuple(warnings))
+
+
+def _with_samples(path: Path, record: LaunchRecord) -> LaunchRecord:
+    """The same launch with the GPU windows of its cells made again from the raw samples, where these are there.
+
+    Small published records leave the raw samples out; a file that is damaged leaves the windows unknown.
+    """
+    raw = path / TELEMETRY_FILE
+    sampling = record.sampling
+    if sampling is None or not raw.exists():
+        return record
+    try:
+        samples = by_gpu(read_samples(raw))
+    except RecordError as error:
+        unknown = {"gpus": [], "gpus_absent": str(error)}
+        return record.model_copy(update={"cells": [cell.model_copy(update=unknown) for cell in record.cells]})
+    cells = []
+    for cell in record.cells:
+        errors = {gpu.uuid: gpu.errors for gpu in cell.gpus or []}
+        of_cell = {uuid: samples.get(uuid, []) for uuid in sampling.memory_before_bytes}
+        windows = summarise(of_cell, sampling, cell.started_s, cell.ended_s, errors)
+        cells.append(cell.model_copy(update={"gpus": windows}))
+    return record.model_copy(update={"cells": cells})
 
 
 def read_run(path: Path) -> Run:

@@ -199,6 +199,16 @@ class Primary:
         return workload == self.workload and self.at in (None, input_len if kind == "prefill" else max_concurrency)
 
 
+class TelemetrySpec(_Strict):
+    """How the GPUs are sampled during the load.
+
+    Attributes:
+        interval_s: Seconds between two samples of a GPU. A cell shorter than that has no sample and no verdict.
+    """
+
+    interval_s: Annotated[float, Field(ge=0.02, le=10)] = 0.1
+
+
 class VerifySpec(_Strict):
     """Evidence asked for beyond the environment, by variant.
 
@@ -220,6 +230,7 @@ class ExperimentSpec(_Strict):
     variants: dict[Variant, VariantSpec]
     design: DesignSpec = DesignSpec()
     workloads: Annotated[tuple[Workload, ...], Field(min_length=1)]
+    telemetry: TelemetrySpec = TelemetrySpec()
     verify: VerifySpec = VerifySpec()
 
     def merged_env(self, variant: Variant) -> Env:

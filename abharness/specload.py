@@ -28,6 +28,7 @@ from abharness.spec import (
     PrefillWorkload,
     Primary,
     ServerSpec,
+    TelemetrySpec,
     VariantSpec,
     VerifySpec,
 )
@@ -209,6 +210,7 @@ def _explain(error: ValidationError, located: yamlload.Located) -> list[tuple[st
 _SECTIONS: dict[str, type[BaseModel]] = {
     "server": ServerSpec,
     "design": DesignSpec,
+    "telemetry": TelemetrySpec,
     "verify": VerifySpec,
 }
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from abharness.base import Model
 from abharness.errors import RecordError
-from abharness.record import SCHEMA_VERSION, Model
+from abharness.record import SCHEMA_VERSION
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -15,8 +15,10 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 # What a module may import of ours. Leaves first; a doer takes pids, URLs and texts, never a spec or a plan.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "record": set(),
-    "storage": {"errors", "record"},
+    "base": set(),
+    "windows": {"base"},
+    "record": {"base", "windows"},
+    "storage": {"base", "errors", "record"},
     "redaction": set(),
     "yamlload": set(),
     "spec": {"record"},
@@ -24,11 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"errors"},
     "metrics": {"record"},
     "stats": set(),
-    "checks": {"prompts", "record"},
+    "gpuchecks": {"record", "windows"},
+    "checks": {"gpuchecks", "prompts", "record"},
     "flips": {"record"},
     "answers": {"record"},
     "plan": {"record", "redaction", "spec"},
-    "runs": {"errors", "record", "storage"},
+    "warmup": {"plan"},
+    "samples": {"errors", "windows"},
+    "runs": {"errors", "record", "samples", "storage"},
     "validity": {"checks", "record", "runs", "spec"},
     "compare": {"checks", "errors", "flips", "metrics", "record", "runs", "spec", "stats", "validity"},
     "report": {"checks", "compare", "record", "spec", "stats"},
@@ -36,7 +41,10 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"procfs", "record", "redaction"},
     "resources": {"errors", "procfs", "record"},
     "server": {"errors", "procfs", "record", "redaction", "resources"},
-    "telemetry": {"errors"},
+    "telemetry": {"errors", "samples"},
+    "sampler": {"errors", "samples", "telemetry", "windows"},
+    "compilation": {"windows"},
+    "observe": {"compilation", "endpoints", "record", "sampler"},
     "prompts": {"errors"},
     "sse": {"record"},
     "workers": set(),
@@ -83,13 +91,14 @@ def test_every_rule_is_about_a_module_that_exists() -> None:
 
 def test_only_the_assemblers_see_both_spec_and_doers() -> None:
     doers = {"server", "verify", "loadgen", "ask", "endpoints", "accuracy", "telemetry", "environments", "models"}
+    doers |= {"compilation", "observe", "sampler"}
     for doer in doers:
         assert not ALLOWED[doer] & {"spec", "plan"}
 
 
 @pytest.mark.parametrize(("arguments", "absent"), [
     (["--help"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "torch", "pydantic"]),
-    (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "datasets", "torch"]),
+    (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "datasets", "pyarrow", "torch"]),
 ])  # fmt: skip
 def test_light_commands_import_no_heavy_package(arguments: list[str], absent: list[str]) -> None:
     code = (
