@@ -267,10 +267,16 @@ class LaunchExecution:
         for wave in warmup.waves(shape):
             self._enter(f"{shape.label} warm-up")
             sent = self._next_prompts(shape, len(wave.output_lens), f"warm-up {wave.name}", wave.input_len)
+            counters = CounterWatch(self.base_url)
             traffic = self._drive(shape, vllm, sent, wave.output_lens)
             failed = [request.error for request in traffic.requests if request.error]
             if failed:
                 raise LoadFailed(f"{len(failed)} of {len(sent)} warm-up requests failed: {failed[0]}")
+            # Tokens of the warm-up that the server counts late must not be counted in the window.
+            counters.ended(
+                prompt_tokens=sum(map(len, sent)),
+                generation_tokens=sum(wave.output_lens),
+            )
 
     def _cell(self, shape: Shape, vllm: server.VllmServer) -> None:
         self._warm_up(shape, vllm)

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class CounterWatch:
-    """The server's counters from one moment to a later one."""
+    """The server's counters from one moment to a later one.
+
+    What was sent before must have been counted when it begins: traffic that is not measured is watched too, for the
+    waiting that `ended` does.
+    """
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
