@@ -40,7 +40,7 @@ from abharness.samples import write_samples
 from abharness.signals import interrupts_held
 from abharness.spec import SENTINEL_VARIABLE, ExperimentSpec, Gsm8kWorkload
 from abharness.storage import append_lines, write_model
-from abharness.telemetry import Gpu
+from abharness.telemetry import GPU_LOST_HINT, Gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,10 @@ class LaunchExecution:
         self.sampler.start()
         try:
             self._load(vllm)
+        except LoadFailed:
+            # Then the load ended for that, whatever else it said.
+            self._raise_if_lost(vllm)
+            raise
         finally:
             self.sampler.stop()
             seen = self.sampler.pids
@@ -179,6 +183,7 @@ class LaunchExecution:
                 "gpu_pids_first_seen_s": {uuid: list(pids.values()) for uuid, pids in seen.items()},
             }
             self.evidence = self.evidence.model_copy(update=found)
+        self._raise_if_lost(vllm)
         self._enter("after load")
         reason = vllm.alive() or first_completion(self.base_url, self.planned.served_model_name, timeout_s=60.0)
         if reason:
@@ -190,21 +195,20 @@ class LaunchExecution:
             pool = endpoints.token_pool(self.base_url, self.planned.served_model_name)
             self.token_pool = pool.tokens
             self._check_lengths(pool.max_model_len)
-        try:
-            for workload in self.spec.workloads:
-                if isinstance(workload, Gsm8kWorkload):
-                    self._answer(workload, vllm)
-                else:
-                    for shape in shapes(workload):
-                        self._cell(shape, vllm)
-        except LoadFailed as failed:
-            if self.sampler.lost is None:
-                raise
-            raise GpuLost(self.sampler.lost, log_tail=vllm.log_tail(40)) from failed
+        for workload in self.spec.workloads:
+            if isinstance(workload, Gsm8kWorkload):
+                self._answer(workload, vllm)
+            else:
+                for shape in shapes(workload):
+                    self._cell(shape, vllm)
 
     def _alive(self, vllm: server.VllmServer) -> str | None:
         """Why the load cannot go on, or None; returns at once."""
         return self.sampler.lost or vllm.alive()
+
+    def _raise_if_lost(self, vllm: server.VllmServer) -> None:
+        if self.sampler.lost is not None:
+            raise GpuLost(self.sampler.lost, hint=GPU_LOST_HINT, log_tail=vllm.log_tail(40))
 
     def _check_lengths(self, max_model_len: int | None) -> None:
         """The server's own limit, where the spec did not set one: refused before load, not failed in the middle."""
@@ -396,6 +400,10 @@ class LaunchExecution:
         stopped_s = time.monotonic()
         try:
             vllm.stop()
+        except GpuLost:
+            # The memory of a device that was lost under load cannot be seen to come back: that error is on its way up.
+            if self.sampler.lost is None:
+                raise
         finally:
             self.stop_s = time.monotonic() - stopped_s
             if vllm.started:

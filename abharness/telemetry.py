@@ -16,6 +16,8 @@ from abharness.samples import Reading
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+GPU_LOST_HINT = "look for Xid messages in the kernel's log (dmesg); a reset or a reboot is needed"
+
 REASONS = {
     "gpu_idle": "nvmlClocksEventReasonGpuIdle",
     "applications_clocks_setting": "nvmlClocksEventReasonApplicationsClocksSetting",
@@ -199,10 +201,7 @@ class NvmlGpu:
 
     def _error(self, uuid: str, error: Exception) -> GpuError:
         if isinstance(error, self._nvml.NVMLError_GpuIsLost):
-            return GpuLost(
-                f"the driver has lost GPU {uuid}: {error}",
-                hint="look for Xid messages in the kernel's log (dmesg); a reset or a reboot is needed",
-            )
+            return GpuLost(f"the driver has lost GPU {uuid}: {error}", hint=GPU_LOST_HINT)
         return GpuError(f"NVML on GPU {uuid}: {error}", hint="see whether nvidia-smi answers")
 
     def describe(self) -> dict[str, Any]:

@@ -190,15 +190,16 @@ def test_older_drivers_and_newer_reasons_are_read(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_lost_ends_the_launch_and_what_was_measured_is_kept(tmp_path: Path) -> None:
-    done = run(tmp_path, nvml={"lost_after": 14})
+    done = run(tmp_path, nvml={"lost_after": 8})
     assert done.code == 4, done.out
     record = done.launch("0-baseline")
     assert record.error is not None
     assert record.error.kind == "GpuLost"
     assert FIRST in record.error.message
+    assert record.error.phase.startswith("decode")
     folder = done.run / "launches" / "0-baseline"
     lines, _ = read_lines(folder / "requests.jsonl", RequestLine)
-    assert lines
+    assert any("cut off" in (line.request.error or "") for line in lines), "at once, not when the load is over"
     assert read_samples(folder / "telemetry.parquet")
     assert not (done.run / "launches" / "1-candidate").exists(), "the next launch would lose it too"
 

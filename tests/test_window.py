@@ -107,6 +107,8 @@ def test_failed_questions_leave_the_totals_unchecked_and_are_told_themselves(tmp
         (Made(), [], []),
         (Made(counters=None), [], ["not_checked"]),
         (Made(counters=ServerCounters(prompt_tokens=64, generation_tokens=44)), [], ["not_checked"]),
+        (Made(counters=ServerCounters(prompt_tokens=65, generation_tokens=43)),
+         ["prompt_tokens_mismatch", "output_tokens_mismatch"], ["not_checked"]),
         (Made(compilation=None), [], ["not_checked"]),
         (Made(compilation=Compilation(not_checked=["the server's log: gone"])), [], ["not_checked"]),
         (Made(compilation=Compilation(lines=["x"], lines_total=1)), ["jit_in_window"], []),
