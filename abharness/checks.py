@@ -162,16 +162,16 @@ def check_variants(cells: Launches) -> list[Finding]:
 
 
 def _check_preempted(cells: Launches) -> Finding | None:
-    counts = {
-        variant: sum(cell.counters.preemptions or 0 for launch in part for cell in launch if cell.counters is not None)
-        for variant, part in cells.items()
-    }
+    counts: dict[str, float | None] = {}
+    for variant, part in cells.items():
+        known = [cell.counters.preemptions if cell.counters else None for launch in part for cell in launch]
+        counts[variant] = None if None in known else sum(count for count in known if count is not None)
     if not any(counts.values()):
         return None
-    told = ", ".join(f"{variant} {count:.0f}" for variant, count in counts.items())
+    told = ", ".join(f"{variant} {'unknown' if n is None else f'{n:.0f}'}" for variant, n in counts.items())
     return Finding(
         code="preempted",
-        message=f"requests were preempted and computed again: {told} times",
+        message=f"requests were preempted and computed again: {told} time(s)",
         hint="give the server more KV cache (--gpu-memory-utilization, a shorter --max-model-len), or lower "
         "max_concurrency",
     )
@@ -350,7 +350,7 @@ def _not_checked(parts: Sequence[str]) -> Finding | None:
     return Finding(
         code="not_checked",
         message=f"not checked: {'; '.join(parts)}",
-        hint="what was not looked at may be well or not; nothing follows from it",
+        hint="take it as unknown, not as well",
     )
 
 

@@ -60,8 +60,10 @@ def check_gpus(cell: CellRecord) -> list[Finding]:
 
 def unknown_of_gpus(cell: CellRecord) -> list[str]:
     """What of the clocks could not be checked in a cell, by name and reason."""
+    if cell.gpus is None:
+        return [] if cell.gpus_absent else ["the GPUs' clocks (not on record)"]
     found = []
-    for gpu in cell.gpus or []:
+    for gpu in cell.gpus:
         if _idle(cell, gpu) is None and gpu.samples:
             names = [f"{name} ({gpu.missing.get(name, 'no reading')})" for name in CHECKED_FIELDS]
             unknown = [text for name, text in zip(CHECKED_FIELDS, names, strict=True) if getattr(gpu, name) is None]

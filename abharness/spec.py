@@ -116,7 +116,8 @@ class DecodeWorkload(_Strict):
         output_len: Tokens generated a request; ends only there (`ignore_eos`).
         max_concurrency: Requests in flight: one number or a list.
         num_prompts: Requests a cell; null is twice the concurrency.
-        num_warmups: Unmeasured requests before the cell; null is the concurrency.
+        num_warmups: Unmeasured requests before the cell; null is the concurrency, and fewer are raised to it, so that
+            every batch size is run. A second wave reaches the end of the context. 0 is no warm-up at all.
         repeats: Times each cell is run in a launch.
     """
 

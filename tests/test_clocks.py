@@ -132,6 +132,32 @@ def test_an_honest_run_on_a_gpu_has_its_samples_windows_and_pids_on_record(tmp_p
         assert len(evidence.gpu_pids_first_seen_s[FIRST]) == 1
 
 
+# A process that takes memory on the device once an engine works there, and goes when that engine goes.
+VISITOR = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+while not (there := list(folder.glob("*.json"))):
+    time.sleep(0.01)
+(folder / f"{os.getpid()}.json").write_text(json.dumps({"memory_bytes": 2**20}))
+while pathlib.Path("/proc", there[0].stem).exists():
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_that_comes_and_goes_during_the_load_is_on_record(tmp_path: Path) -> None:
+    visitor = subprocess.Popen([sys.executable, "-c", VISITOR, str(tmp_path / "gpu")])
+    try:
+        done = run(tmp_path)
+    finally:
+        visitor.kill()
+        visitor.wait()
+    first, second = (
+        read_model(done.run / "launches" / label / "evidence.json", Evidence) for label in ("0-baseline", "1-candidate")
+    )
+    assert visitor.pid in first.gpu_pids_seen[FIRST]
+    assert visitor.pid not in second.gpu_pids_seen[FIRST]
+
+
 # Each row: faults of the fake server, faults of NVML, the invalidating code, what the message must say.
 LIES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "G3 the candidate's SM clock falls": (

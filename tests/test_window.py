@@ -66,8 +66,16 @@ def test_preemptions_are_told_by_variant(tmp_path: Path, capsys: Any) -> None:
     faults = {"count_extra": {**LATE, "num_preemptions": 2}}
     assert run(tmp_path, *ONE_CELL, "--set", "workloads.decode.num_warmups=0", **faults) == 0
     out = capsys.readouterr().out
-    assert "baseline 0, candidate 2 times" in out
+    assert "baseline 0, candidate 2 time(s)" in out
     assert "KV cache" in out
+
+
+def test_preemptions_that_were_not_counted_are_unknown_not_none(tmp_path: Path, capsys: Any) -> None:
+    twice = ServerCounters(prompt_tokens=64, generation_tokens=44, preemptions=2)
+    launches = {"baseline": [Made(counters=None)] * 4, "candidate": [Made(counters=twice)] * 4}
+    write_run(tmp_path / "r", launches)  # type: ignore[arg-type]
+    main(["compare", str(tmp_path / "r")])
+    assert "baseline unknown, candidate 8 time(s)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
