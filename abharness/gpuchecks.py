@@ -65,8 +65,13 @@ def unknown_of_gpus(cell: CellRecord) -> list[str]:
     found = []
     for gpu in cell.gpus:
         if _idle(cell, gpu) is None and gpu.samples:
-            names = [f"{name} ({gpu.missing.get(name, 'no reading')})" for name in CHECKED_FIELDS]
-            unknown = [text for name, text in zip(CHECKED_FIELDS, names, strict=True) if getattr(gpu, name) is None]
+            unknown = [
+                f"{name} ({gpu.missing.get(name, 'no reading')})"
+                for name in CHECKED_FIELDS
+                if getattr(gpu, name) is None
+            ]
+            if gpu.memory_used_bytes_max is None and gpu.utilization_max is None:
+                unknown.append("whether it works (no reading of memory and utilisation)")
             found += [f"{', '.join(unknown)} of {gpu.uuid}"] if unknown else []
     return found
 

@@ -462,6 +462,6 @@ class LaunchExecution:
     def _write(self, record: LaunchRecord) -> None:
         # The launch record comes last: a folder that has one has everything else.
         if self.sampler.samples:
-            write_samples(self.folder / TELEMETRY_FILE, self.sampler.samples)
+            write_samples(self.folder / TELEMETRY_FILE, list(self.sampler.samples))
         write_model(self.folder / EVIDENCE_FILE, self.evidence)
         write_model(self.folder / LAUNCH_FILE, record)

@@ -285,6 +285,7 @@ RECORDED: dict[str, tuple[list[GpuWindow], list[str], str]] = {
     "one sample is missing": ([gpu(samples=9, coverage=0.9)], [], ""),
     "a third of the samples is missing": ([gpu(samples=7, coverage=0.7)], ["telemetry_gap"], "7 of 10 samples"),
     "no samples at all": ([gpu(samples=0, coverage=0)], ["telemetry_gap"], "0 of 10 samples"),
+    "unknown whether it works": ([gpu(memory_used_bytes_max=None, utilization_max=None)], [], ""),
     "clocks unknown are not equal and not different": ([gpu(sm_clock_mhz=None)], [], ""),
 }  # fmt: skip
 
