@@ -393,7 +393,9 @@ class VllmServer:
                 time.sleep(POLL_S / 2)
             self._adopt_carriers()
         if self._process is not None:
-            self._process.poll()  # a child that has ended is to be reaped
+            # A child that has ended is to be reaped; its first thread shows as ended a moment before the last one has.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
 
     def _adopt_carriers(self) -> None:
         self.observe()
