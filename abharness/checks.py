@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from abharness.gpuchecks import Launches, check_clocks, check_gpus, unknown_of_gpus
 from abharness.prompts import combined_hash
-from abharness.record import AnswerRecord, CellRecord, ClientLoad, Finding, RequestRecord, ServerCounters
+from abharness.record import AccuracyRun, AnswerRecord, CellRecord, ClientLoad, Finding, RequestRecord, ServerCounters
 
 CLIENT_CPU_SHARE_LIMIT = 0.85
 """Share of one core above which arrival times are the client's own: its loop has one thread, and queues near 1.0."""
@@ -92,6 +93,24 @@ CODES: dict[str, Code] = {
         "give the client a core of its own, or lower the concurrency",
         waivable=True,
     ),
+    "jit_in_window": Code(
+        "something was compiled, tuned or captured inside a measured window, and its time was measured too",
+        "raise num_warmups, or add the shape that was not reached to the warm-up",
+        waivable=True,
+    ),
+    "clocks_differ": Code(
+        "the GPU ran at other clocks in one variant: that difference is not the switch's, or not only",
+        "lock the clocks where both variants hold them (nvidia-smi -lgc), or raise the power limit",
+        waivable=True,
+    ),
+    "throttled": Code(
+        "the GPU lowered its clocks for heat or power supply", "cool the machine, or lock the clocks", waivable=True
+    ),
+    "telemetry_gap": Code(
+        "the GPU's clocks during the window are not known",
+        "see the sampling in launch.json, and whether NVML answers",
+        waivable=True,
+    ),
     "order_confounded": Code(
         "variant and time go together in the launches: drift counts as a difference",
         "use design.order abba",
@@ -112,9 +131,6 @@ CODES: dict[str, Code] = {
         "let abharness set PYTHONPATH and VLLM_PLUGINS load abharness_probe",
         invalidates=False,
     ),
-    "not_checked": Code(
-        "something could not be checked, and is unknown", "see the message for what and why", invalidates=False
-    ),
     "follows": Code(
         "resolved settings differ that are taken to follow from the declared difference",
         "look at server_info.json of both variants",
@@ -127,6 +143,14 @@ CODES: dict[str, Code] = {
     ),
     "accuracy_truncated": Code(
         "answers were cut at max_tokens and are neither right nor wrong", "raise max_tokens", invalidates=False
+    ),
+    "preempted": Code(
+        "the server ran out of KV cache and computed requests again",
+        "give it more KV cache (--gpu-memory-utilization, --max-model-len), or lower max_concurrency",
+        invalidates=False,
+    ),
+    "not_checked": Code(
+        "something could not be looked at: it may be well or not", "see the message for what and why", invalidates=False
     ),
     "queueing": Code("requests wait in the server's queue", "raise --max-num-seqs", invalidates=False),
     "truthiness_risk": Code(
@@ -148,22 +172,53 @@ def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Find
     """Say what stands against using a cell's numbers.
 
     Args:
-        cell: What was asked, the client's own load, and the server's counters; counters None is "not checked".
+        cell: What was asked, and what was seen around it; what is None there was not checked, and is said to be.
         requests: Its requests.
 
     Returns:
         Findings, none of them fatal: the cell is recorded, and a comparison gives no verdict on it.
     """
+    unlike = _check_whole(cell, requests)
     findings = [
-        _check_whole(cell, requests),
+        unlike,
         _check_times(cell, requests),
         _check_complete(requests),
         _check_prompt_tokens(requests, cell.input_len),
         _check_output_tokens(requests, cell.output_len),
         _check_client(requests, cell.client, cell.kind),
         _check_prefix_cache(requests, cell.counters),
+        *(check_totals(requests, cell.counters, "requests") if unlike is None else ()),
+        _check_compilation(cell),
+        *check_gpus(cell),
+        _not_checked([*unknown_counters(cell.counters), *_unknown_of_compilation(cell), *unknown_of_gpus(cell)]),
     ]
     return [finding for finding in findings if finding is not None]
+
+
+def check_variants(cells: Launches) -> list[Finding]:
+    """Check one cell across the variants: `clocks_differ`, and `preempted` with the count of each variant.
+
+    Args:
+        cells: By variant, of each launch the records of this cell (its repeats).
+    """
+    findings = [check_clocks(cells), _check_preempted(cells)]
+    return [finding for finding in findings if finding is not None]
+
+
+def _check_preempted(cells: Launches) -> Finding | None:
+    counts: dict[str, float | None] = {}
+    for variant, part in cells.items():
+        known = [cell.counters.preemptions if cell.counters else None for launch in part for cell in launch]
+        counts[variant] = None if None in known else sum(count for count in known if count is not None)
+    if not any(counts.values()):
+        return None
+    told = ", ".join(f"{variant} {'unknown' if n is None else f'{n:.0f}'}" for variant, n in counts.items())
+    return Finding(
+        code="preempted",
+        message=f"requests were preempted and computed again: {told} time(s)",
+        hint="give the server more KV cache (--gpu-memory-utilization, a shorter --max-model-len), or lower "
+        "max_concurrency",
+    )
 
 
 def _check_whole(cell: CellRecord, requests: Sequence[RequestRecord]) -> Finding | None:
@@ -298,6 +353,91 @@ def _check_prefix_cache(requests: Sequence[RequestRecord], counters: ServerCount
         f"({hits / queries if queries else 1:.1%}, limit {PREFIX_HIT_LIMIT:.0%})",
         hint="every prompt of a launch is unique: look for other traffic, or a server that prepends text of its own",
     )
+
+
+def unknown_counters(counters: ServerCounters | None) -> list[str]:
+    """Names of the server's counters that could not be read around a window."""
+    if counters is None:
+        return ["the server's counters (/metrics could not be read)"]
+    unknown = [name for name, value in counters if value is None]
+    return [f"{', '.join(unknown)} (not exported by /metrics)"] if unknown else []
+
+
+def check_totals(
+    asked: Sequence[RequestRecord] | Sequence[AnswerRecord], counters: ServerCounters | None, what: str
+) -> list[Finding]:
+    """Compare the server's totals over a window with what the client counted.
+
+    Args:
+        asked: Every request of the window.
+        counters: The server's counters over it.
+        what: What the requests are called.
+
+    Returns:
+        `prompt_tokens_mismatch` and `output_tokens_mismatch`; nothing where a total is not known, because a request
+        failed (`incomplete_requests` says so) or a counter is missing.
+    """
+    if counters is None or any(one.error is not None for one in asked):
+        return []
+    findings = []
+    for code, name, counted, own in (
+        ("prompt_tokens_mismatch", "prompt", counters.prompt_tokens, [one.prompt_tokens for one in asked]),
+        ("output_tokens_mismatch", "output", counters.generation_tokens, [one.output_tokens for one in asked]),
+    ):
+        known = [tokens for tokens in own if tokens is not None]
+        if counted is None or len(known) < len(own) or counted == sum(known):
+            continue
+        findings.append(
+            Finding(
+                code=code,
+                message=f"the server did other work than the client asked for: /metrics counted {counted:.0f} {name} "
+                f"tokens, the client {sum(known)} in {len(own)} {what}",
+                hint="more: other traffic reached the server; fewer: answers that the engine did not compute",
+            )
+        )
+    return findings
+
+
+def _check_compilation(cell: CellRecord) -> Finding | None:
+    seen = cell.compilation
+    if seen is None or not (seen.lines_total or seen.files_total):
+        return None
+    parts = []
+    if seen.lines_total:
+        parts.append(f"{seen.lines_total} log line(s), for example {seen.lines[0]!r}")
+    if seen.files_total:
+        parts.append(f"{seen.files_total} new file(s) in the compile caches, for example {seen.files[0]}")
+    return Finding(
+        code="jit_in_window",
+        message=f"compiled while it was measured: {'; '.join(parts)}",
+        hint="raise num_warmups (0 is none); if it stays, warm up the shape that the line names in a workload before it",
+    )
+
+
+def _unknown_of_compilation(cell: CellRecord) -> list[str]:
+    return ["late compiling (not looked at)"] if cell.compilation is None else cell.compilation.not_checked
+
+
+def _not_checked(parts: Sequence[str]) -> Finding | None:
+    if not parts:
+        return None
+    return Finding(
+        code="not_checked",
+        message=f"not checked: {'; '.join(parts)}",
+        hint="take it as unknown, not as well",
+    )
+
+
+def check_answer_totals(runs: Sequence[AccuracyRun], workload: str, records: Sequence[AnswerRecord]) -> list[Finding]:
+    """The same for the questions of a gsm8k workload, and `not_checked` where the server's counters are unknown."""
+    run = next((run for run in runs if run.workload == workload), None)
+    if run is None:
+        return []
+    totals = [name for name in ("prompt_tokens", "generation_tokens") if getattr(run.counters, name, None) is None]
+    unknown = _not_checked([f"the server's totals over the questions ({', '.join(totals)} unknown)"] if totals else [])
+    # Answers that are missing or doubled are told by check_accuracy, and make every total wrong.
+    whole = {record.doc_id for record in records} == set(run.doc_ids) and len(records) == len(run.doc_ids)
+    return [*(check_totals(records, run.counters, "questions") if whole else []), *([unknown] if unknown else [])]
 
 
 def check_accuracy(records: Sequence[AnswerRecord], expected_ids: Collection[int]) -> list[Finding]:

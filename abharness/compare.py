@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from abharness import floors, metrics, stats
 from abharness.cells import ByLaunch, Cell, CellFloor, call_cells, launch_values
-from abharness.checks import check_cell
+from abharness.checks import check_cell, check_variants
 from abharness.diagnostics import remark
 from abharness.effects import Effect, effect_findings, effects
 from abharness.errors import RecordError
@@ -302,6 +302,12 @@ def _cells(
                 for name, value in table.items():
                     samples = values.setdefault(key, {}).setdefault(name, {v: {} for v in VARIANTS})
                     samples[side.variant][launch.record.launch_index] = value
+    for key in values:
+        by_variant = {side.variant: [launch.cells_of(key) for launch in side.launches] for side in sides}
+        for finding in check_variants(by_variant):
+            found.append(Seen(str(key), finding))
+            if stands(found[-1], waivers):
+                codes[key].append(finding.code)
     cells = call_cells(values, kinds, codes, spec, limits)
     return remark(cells, time_positions(sides), spec.design), found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ from abharness.prompts import MIN_POOL_TOKENS, POOL_TEXT
 from abharness.record import ServerCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+SETTLE_S = 1.0
+"""Longest wait for the counters: the server adds to them after it has sent the last token of a stream."""
+
+SETTLE_POLL_S = 0.05
+"""Between two readings of counters that may still move."""
 
 _COUNTERS = {
     "prompt_tokens": "vllm:prompt_tokens_total",
@@ -110,6 +117,29 @@ def server_info(base_url: str, *, timeout_s: float = 60.0) -> tuple[dict[str, An
     if not isinstance(parts.get("vllm_config"), dict):
         return None, "/server_info answered without a structured vllm_config"
     return parts, None
+
+
+def settled_counters(
+    base_url: str, reached: Callable[[Mapping[str, float]], bool] | None = None
+) -> dict[str, float] | None:
+    """Read the counters once they stand still, outside any timed window.
+
+    Args:
+        base_url: The server's root.
+        reached: Whether a reading has what is expected of it, which ends the waiting at once.
+
+    Returns:
+        The last reading of `read_counters`, after at most about `SETTLE_S`.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    last = read_counters(base_url)
+    while last is not None and not (reached is not None and reached(last)) and time.monotonic() < deadline:
+        time.sleep(SETTLE_POLL_S)
+        now = read_counters(base_url)
+        if reached is None and now == last:
+            break
+        last = now
+    return last
 
 
 def counters_delta(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> ServerCounters | None:

@@ -16,7 +16,7 @@ from abharness.redaction import printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from abharness.record import ReadState
+    from abharness.witnesses import ReadState
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@
         ├── WrongServer                    the socket that answers is not held by our process tree
         ├── VerificationFailed             a declared switch is not what the processes show
         ├── LoadFailed                     the load phase could not be carried out
+        ├── GpuError                       NVML does not answer for a GPU
+        │   └── GpuLost                    the driver has lost the GPU: it fell off the bus or hangs
         └── TeardownError                  processes, port or GPU memory were not given back
 
 An error carries facts as attributes; `str(error)` is one paragraph for people and `hint` the next step.
@@ -107,6 +109,14 @@ class VerificationFailed(LaunchError):
 
 class LoadFailed(LaunchError):
     """The load phase could not be carried out."""
+
+
+class GpuError(LaunchError):
+    """NVML does not answer for a GPU that it knows."""
+
+
+class GpuLost(GpuError):
+    """The driver has lost a GPU; only a reset or a reboot brings it back."""
 
 
 class TeardownError(LaunchError):

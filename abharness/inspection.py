@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from abharness import judge, procfs, verify
 from abharness.errors import UsageError
 from abharness.plan import SWITCH_PREFIXES
-from abharness.record import EnvironmentCheck, ProcessWitness
+from abharness.record import EnvironmentCheck
 from abharness.redaction import printable, redact
+from abharness.witnesses import ProcessWitness
 
 
 @dataclass(frozen=True, slots=True)

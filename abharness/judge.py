@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 
-from abharness.record import CacheEvidence, EnvironmentCheck, Finding, ProbeReport, ProcessWitness
+from abharness.record import EnvironmentCheck, Finding
 from abharness.redaction import hidden, printable
+from abharness.witnesses import CacheEvidence, ProbeReport, ProcessWitness
 
 FLAG_TEXTS = frozenset({"", "0", "1", "false", "true", "no", "yes", "off", "on"})
 """Values, in lower case, that a server may read as on or off in more than one way."""

@@ -14,10 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from abharness import accuracy, endpoints, judge, loadgen, prompts, server, verify, witness
+from abharness import accuracy, endpoints, hearing, judge, loadgen, prompts, server, verify, warmup
 from abharness.ask import Reply, ask, first_completion
 from abharness.checks import check_cell
-from abharness.errors import AbharnessError, LaunchError, LoadFailed, VerificationFailed
+from abharness.errors import AbharnessError, GpuLost, LaunchError, LoadFailed, VerificationFailed
+from abharness.observe import CounterWatch, WindowWatch
 from abharness.plan import PlannedLaunch, Shape, default_caches, shapes
 from abharness.progress import Reporter
 from abharness.record import (
@@ -33,14 +34,21 @@ from abharness.record import (
     Variant,
 )
 from abharness.redaction import redact, redact_data
-from abharness.runs import ANSWERS_FILE, EVIDENCE_FILE, LAUNCH_FILE, LOG_FILE, REQUESTS_FILE, SERVER_INFO_FILE
+from abharness.runs import (
+    ANSWERS_FILE,
+    EVIDENCE_FILE,
+    LAUNCH_FILE,
+    LOG_FILE,
+    REQUESTS_FILE,
+    SERVER_INFO_FILE,
+    TELEMETRY_FILE,
+)
+from abharness.sampler import Sampler
+from abharness.samples import write_samples
 from abharness.signals import interrupts_held
 from abharness.spec import SENTINEL_VARIABLE, ExperimentSpec, Gsm8kWorkload
 from abharness.storage import append_lines, write_json, write_model
-from abharness.telemetry import Gpu
-
-WARMUP_OUTPUT_LEN = 64
-"""Longest output of a warm-up request, tokens: it reaches the decode shapes of a cell without doubling its time."""
+from abharness.telemetry import GPU_LOST_HINT, Gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ class LaunchExecution:
         self.accuracy: list[AccuracyRun] = []
         self.findings: list[Finding] = []
         self.evidence = Evidence(server_versions=dict(run.versions[planned.variant]))
+        self.sampler = Sampler(run.gpu, run.spec.telemetry.interval_s)
         self.ordinal = 0
         self.token_pool: Sequence[int] = ()
 
@@ -156,6 +165,7 @@ class LaunchExecution:
         self.run.reporter.phase(phase)
 
     def _serve(self, vllm: server.VllmServer) -> None:
+        self.sampler.note_memory_before()
         vllm.start()
         self._enter("start")
         self.evidence = self.evidence.model_copy(update={"server_pid": vllm.pid})
@@ -168,6 +178,29 @@ class LaunchExecution:
         self.evidence = self.evidence.model_copy(update={"socket_owner_pid": vllm.socket_owner_pid})
         self._verify(vllm, "before_load")
         self._save_server_info()
+        self.sampler.start()
+        try:
+            self._load(vllm)
+        except LoadFailed:
+            # Then the load ended for that, whatever else it said.
+            self._raise_if_lost(vllm)
+            raise
+        finally:
+            self.sampler.stop()
+            seen = self.sampler.pids
+            found = {
+                "gpu_pids_seen": {uuid: list(pids) for uuid, pids in seen.items()},
+                "gpu_pids_first_seen_s": {uuid: list(pids.values()) for uuid, pids in seen.items()},
+            }
+            self.evidence = self.evidence.model_copy(update=found)
+        self._raise_if_lost(vllm)
+        self._enter("after load")
+        reason = vllm.alive() or first_completion(self.base_url, self.planned.served_model_name, timeout_s=60.0)
+        if reason:
+            raise LoadFailed(f"the server no longer answers after the load: {reason}", log_tail=vllm.log_tail(40))
+        self._verify(vllm, "after_load")
+
+    def _load(self, vllm: server.VllmServer) -> None:
         if self.spec.workloads:
             pool = endpoints.token_pool(self.base_url, self.planned.served_model_name)
             self.token_pool = pool.tokens
@@ -178,11 +211,14 @@ class LaunchExecution:
             else:
                 for shape in shapes(workload):
                     self._cell(shape, vllm)
-        self._enter("after load")
-        reason = vllm.alive() or first_completion(self.base_url, self.planned.served_model_name, timeout_s=60.0)
-        if reason:
-            raise LoadFailed(f"the server no longer answers after the load: {reason}", log_tail=vllm.log_tail(40))
-        self._verify(vllm, "after_load")
+
+    def _alive(self, vllm: server.VllmServer) -> str | None:
+        """Why the load cannot go on, or None; returns at once."""
+        return self.sampler.lost or vllm.alive()
+
+    def _raise_if_lost(self, vllm: server.VllmServer) -> None:
+        if self.sampler.lost is not None:
+            raise GpuLost(self.sampler.lost, hint=GPU_LOST_HINT, log_tail=vllm.log_tail(40))
 
     def _save_server_info(self) -> None:
         """The resolved configuration, asked for before anything is timed: the answer takes the server seconds."""
@@ -215,7 +251,7 @@ class LaunchExecution:
             log_text=vllm.log_text(),
             expect_log=self.spec.verify.expect_log.get(self.planned.variant, ()),
             plugins=self.spec.verify.plugins.get(self.planned.variant, ()),
-            probes=witness.hear(self.planned.probe_dir),
+            probes=hearing.hear(self.planned.probe_dir),
             probe_absent=self.planned.probe_absent,
             caches={name: str(path) for name, path in self.planned.cache_dirs.items()},
             gpu_pids={uuid: self.run.gpu.compute_pids(uuid) for uuid in self.run.gpu.uuids()},
@@ -227,20 +263,20 @@ class LaunchExecution:
                 "; ".join(finding.message for finding in fatal), hint=fatal[0].hint, code=fatal[0].code
             )
 
-    def _next_prompts(self, shape: Shape, count: int, label: str) -> list[list[int]]:
+    def _next_prompts(self, shape: Shape, count: int, label: str, input_len: int) -> list[list[int]]:
         built = prompts.build_prompts(
             self.token_pool,
             seed=self.spec.design.seed,
             label=f"{shape.label} {label}",
             num_prompts=count,
-            input_len=shape.input_len,
+            input_len=input_len,
             first_ordinal=self.ordinal,
         )
         self.ordinal += count
         return built
 
     def _drive(
-        self, shape: Shape, vllm: server.VllmServer, sent: list[list[int]], output_len: int
+        self, shape: Shape, vllm: server.VllmServer, sent: list[list[int]], output_len: int | Sequence[int]
     ) -> loadgen.CellTraffic:
         return loadgen.run_cell(
             base_url=self.base_url,
@@ -249,28 +285,43 @@ class LaunchExecution:
             output_len=output_len,
             max_concurrency=shape.max_concurrency,
             request_timeout_s=self.spec.server.request_timeout_s,
-            alive=vllm.alive,
+            alive=lambda: self._alive(vllm),
             on_progress=self.run.reporter.advance,
         )
 
-    def _cell(self, shape: Shape, vllm: server.VllmServer) -> None:
-        if shape.num_warmups:
+    def _warm_up(self, shape: Shape, vllm: server.VllmServer) -> None:
+        for wave in warmup.waves(shape):
             self._enter(f"{shape.label} warm-up")
-            warmups = self._next_prompts(shape, shape.num_warmups, "warm-up")
-            traffic = self._drive(shape, vllm, warmups, min(shape.output_len, WARMUP_OUTPUT_LEN))
+            sent = self._next_prompts(shape, len(wave.output_lens), f"warm-up {wave.name}", wave.input_len)
+            counters = CounterWatch(self.base_url)
+            traffic = self._drive(shape, vllm, sent, wave.output_lens)
             failed = [request.error for request in traffic.requests if request.error]
             if failed:
-                raise LoadFailed(f"{len(failed)} of {len(warmups)} warm-up requests failed: {failed[0]}")
+                raise LoadFailed(f"{len(failed)} of {len(sent)} warm-up requests failed: {failed[0]}")
+            # Tokens of the warm-up that the server counts late must not be counted in the window.
+            counters.ended(
+                prompt_tokens=sum(map(len, sent)),
+                generation_tokens=sum(wave.output_lens),
+            )
+
+    def _cell(self, shape: Shape, vllm: server.VllmServer) -> None:
+        self._warm_up(shape, vllm)
         for repeat in range(shape.repeats):
             self._enter(shape.label if shape.repeats == 1 else f"{shape.label} repeat {repeat + 1}/{shape.repeats}")
-            sent = self._next_prompts(shape, shape.num_prompts, f"repeat {repeat}")
-            before = endpoints.read_counters(self.base_url)
+            sent = self._next_prompts(shape, shape.num_prompts, f"repeat {repeat}", shape.input_len)
+            watch = WindowWatch(self.base_url, self.folder / LOG_FILE, self.planned.cache_dirs, self.sampler)
             try:
                 traffic = self._drive(shape, vllm, sent, shape.output_len)
             except (loadgen.CellFailed, loadgen.CellInterrupted) as cut:
                 self._keep(shape, repeat, cut.traffic.requests)
                 raise
             self._keep(shape, repeat, traffic.requests)
+            seen = watch.ended(
+                traffic.started_s,
+                traffic.ended_s,
+                prompt_tokens=sum(request.prompt_tokens or 0 for request in traffic.requests),
+                generation_tokens=sum(request.output_tokens or 0 for request in traffic.requests),
+            )
             cell = CellRecord(
                 workload=shape.workload,
                 kind=shape.kind,
@@ -282,7 +333,7 @@ class LaunchExecution:
                 ended_s=traffic.ended_s,
                 prompts_sha256=prompts.prompts_hash(sent),
                 client=traffic.client,
-                counters=endpoints.counters_delta(before, endpoints.read_counters(self.base_url)),
+                **seen,
             )
             self.cells.append(cell)
             for finding in check_cell(cell, traffic.requests):
@@ -305,6 +356,7 @@ class LaunchExecution:
     def _answer(self, workload: Gsm8kWorkload, vllm: server.VllmServer) -> None:
         self._enter(f"{workload.name} {workload.num_questions} questions")
         ready = self.run.questions[workload.name]
+        counters = CounterWatch(self.base_url)
         started_s = time.monotonic()
         records: list[AnswerRecord] = []
 
@@ -323,9 +375,10 @@ class LaunchExecution:
             stop=ready.prompts[0].stop,
             seed=self.spec.design.seed,
             request_timeout_s=self.spec.server.request_timeout_s,
-            alive=vllm.alive,
+            alive=lambda: self._alive(vllm),
             on_answer=on_answer,
         )
+        ended_s = time.monotonic()
         self.accuracy.append(
             AccuracyRun(
                 workload=workload.name,
@@ -336,7 +389,11 @@ class LaunchExecution:
                 max_tokens=workload.max_tokens,
                 questions_sha256=ready.sha256,
                 started_s=started_s,
-                ended_s=time.monotonic(),
+                ended_s=ended_s,
+                counters=counters.ended(
+                    prompt_tokens=sum(record.prompt_tokens or 0 for record in records),
+                    generation_tokens=sum(record.output_tokens or 0 for record in records),
+                ),
             )
         )
         states = accuracy.summarise(records).states
@@ -365,6 +422,10 @@ class LaunchExecution:
         stopped_s = time.monotonic()
         try:
             vllm.stop()
+        except GpuLost:
+            # The memory of a device that was lost under load cannot be seen to come back: that error is on its way up.
+            if self.sampler.lost is None:
+                raise
         finally:
             self.stop_s = time.monotonic() - stopped_s
             if vllm.started:
@@ -414,6 +475,7 @@ class LaunchExecution:
             stop_s=self.stop_s,
             wall_s=time.monotonic() - self.started_s,
             findings=self.findings,
+            sampling=self.sampler.sampling(),
             cells=self.cells,
             accuracy=self.accuracy,
             error=failure,
@@ -421,5 +483,7 @@ class LaunchExecution:
 
     def _write(self, record: LaunchRecord) -> None:
         # The launch record comes last: a folder that has one has everything else.
+        if self.sampler.samples:
+            write_samples(self.folder / TELEMETRY_FILE, list(self.sampler.samples))
         write_model(self.folder / EVIDENCE_FILE, self.evidence)
         write_model(self.folder / LAUNCH_FILE, record)

@@ -89,7 +89,7 @@ def run_cell(
     base_url: str,
     served_model: str,
     prompts: Sequence[Sequence[int]],
-    output_len: int,
+    output_len: int | Sequence[int],
     max_concurrency: int,
     request_timeout_s: float,
     alive: Callable[[], str | None],
@@ -102,7 +102,8 @@ def run_cell(
         base_url: The server's root, for example `http://127.0.0.1:8000`.
         served_model: The `--served-model-name`.
         prompts: Token ids of each prompt, in order of submission.
-        output_len: Tokens to generate for each, exactly: sent as `max_tokens` and `min_tokens` with `ignore_eos`.
+        output_len: Tokens to generate, exactly: sent as `max_tokens` and `min_tokens` with `ignore_eos`. One number for
+            all, or one for each prompt.
         max_concurrency: Requests kept in flight.
         request_timeout_s: Longest time from a request's submission to the end of its stream.
         alive: None while the server runs, else why it does not. Called twice a second in the timed loop: it must
@@ -119,7 +120,8 @@ def run_cell(
     """
     if not prompts or max_concurrency < 1:
         raise ValueError("a cell needs a prompt and a worker")
-    bodies = [_body(served_model, prompt, output_len, seed) for prompt in prompts]
+    lengths = [output_len] * len(prompts) if isinstance(output_len, int) else list(output_len)
+    bodies = [_body(served_model, prompt, n, seed) for prompt, n in zip(prompts, lengths, strict=True)]
     hashes = [prompt_hash(prompt) for prompt in prompts]
     meter = _Meter()
     exchanges: list[Exchange] = []
@@ -130,7 +132,7 @@ def run_cell(
                 exchange,
                 prompt_sha256=hashes[exchange.index],
                 requested_input_len=len(prompts[exchange.index]),
-                requested_output_len=output_len,
+                requested_output_len=lengths[exchange.index],
             )
             for exchange in exchanges
         ]

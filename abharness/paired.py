@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from abharness import stats
 from abharness.cells import Call
-from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy
+from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy, check_answer_totals
 from abharness.flips import Flip, explain_flip
 from abharness.record import AnswerRecord, Finding, Variant
 from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload
@@ -114,6 +114,7 @@ def compare_answers(
                 where = f"launch {launch.record.launch_index}-{side.variant}, {workload.name}"
                 asked = next((run.doc_ids for run in launch.record.accuracy if run.workload == workload.name), [])
                 findings = check_accuracy(records, asked)
+                findings += check_answer_totals(launch.record.accuracy, workload.name, records)
                 own += [Seen(where, finding) for finding in findings]
                 bad = bad or any(CODES[finding.code].invalidates for finding in findings)
                 tables[side.variant].append({record.doc_id: record for record in records})

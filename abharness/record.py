@@ -4,7 +4,7 @@ A run is a folder (`results/<experiment>/<UTC timestamp>-<config hash>/`):
 
     experiment.json                     resolved spec, plan, provenance
     launches/<k>-<variant>/launch.json  one server lifetime, written when it ends, failed or not
-    launches/<k>-<variant>/requests.jsonl, gsm8k.jsonl, evidence.json, server.log
+    launches/<k>-<variant>/requests.jsonl, gsm8k.jsonl, telemetry.parquet, evidence.json, server.log
 
 Field order tells the story: version, status, identity, configuration, evidence, results, error. Times are seconds
 (`_s`), sizes bytes (`_bytes`). Absent is `None` with a reason, never 0. NaN and infinity are never written.
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from abharness.base import Model
+from abharness.windows import Compilation, GpuWindow, Sampling
+from abharness.witnesses import CacheEvidence, GpuHolder, ProbeReport, ProcessWitness
 
 SCHEMA_VERSION = 1
 
 Variant = Literal["baseline", "candidate"]
 Count = Annotated[int, Field(ge=1)]
 AnswerState = Literal["right", "wrong", "truncated", "no_answer", "error"]
-
-
-class Model(BaseModel):
-    """Base of every record: frozen, no unknown keys, NaN and infinity refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class Finding(Model):
@@ -130,6 +128,9 @@ class CellRecord(Model):
         prompts_sha256: Hash over the request prompt hashes in order: equal in both variants or not comparable.
         client: The load generator's own business.
         counters: Server counter deltas over the cell, or None when `/metrics` could not be read.
+        gpus: What each GPU the launch could use did meanwhile, or None with the reason in `gpus_absent`.
+        gpus_absent: Why no GPU was sampled; None too in records from before there was sampling.
+        compilation: What was compiled meanwhile; None in records from before that was looked at.
         findings: What the checks of this cell saw.
     """
 
@@ -144,6 +145,9 @@ class CellRecord(Model):
     prompts_sha256: str
     client: ClientLoad
     counters: ServerCounters | None
+    gpus: list[GpuWindow] | None = None
+    gpus_absent: str | None = None
+    compilation: Compilation | None = None
     findings: list[Finding] = []
 
 
@@ -230,6 +234,7 @@ class AccuracyRun(Model):
         doc_ids: Which, in the order of asking.
         answered: Lines written to `gsm8k.jsonl`.
         questions_sha256: Hash over doc ids, questions, golds and prompts: equal in both variants or not comparable.
+        counters: Server counter deltas over the questions, or None when `/metrics` could not be read.
     """
 
     workload: str
@@ -241,98 +246,8 @@ class AccuracyRun(Model):
     questions_sha256: str
     started_s: float
     ended_s: float
+    counters: ServerCounters | None = None
     findings: list[Finding] = []
-
-
-ReadState = Literal["ok", "unreadable", "gone"]
-
-
-class ProcessWitness(Model):
-    """What `/proc` says of one process of a server's tree.
-
-    Attributes:
-        pid: Process id; with `start_ticks` it names one process for good.
-        start_ticks: Field 22 of `/proc/<pid>/stat`, clock ticks since boot.
-        name: Its title as it stands now, cut to 80 characters.
-        state: `ok`: environment read whole, sentinel seen. `unreadable`: see `reason`. `gone`: it ended meanwhile.
-        reason: Why the block proves nothing (wiped, empty, no permission, sentinel missing, ...).
-        started_with: Value of each declared variable in the exec-time block; None is proven unset. Empty unless
-            `state` is `ok`.
-        role: What it does in the server: `server`, `EngineCore`, `Worker...`, or `process`.
-        undeclared: Variables beyond the declared ones whose exec-time value is not the launched one: the value, or None
-            where the launched variable is missing.
-        renamed: Whether it shows a title in place of its arguments; with `state` `ok` that proves that the renaming
-            left the environment alone (`SPT_NOENV`). None: its arguments cannot be read, or nobody looked.
-        layout_checked: The block agrees with the number and the places of the entries that the kernel laid out at
-            exec. False: that could not be read (ptrace_scope). None: nobody looked.
-    """
-
-    pid: int
-    ppid: int
-    start_ticks: int
-    name: str
-    state: ReadState
-    reason: str | None = None
-    started_with: dict[str, str | None] = {}
-    role: str = "process"
-    undeclared: dict[str, str | None] = {}
-    renamed: bool | None = None
-    layout_checked: bool | None = None
-
-
-class LoadedModule(Model):
-    """One imported module as its process sees it; None where it does not say."""
-
-    version: str | None = None
-    file: str | None = None
-
-
-class ProbeReport(Model):
-    """What `abharness.probe` wrote inside one process of the server.
-
-    Attributes:
-        start_ticks: With `pid` it names one process for good.
-        name: Name of the process in Python's `multiprocessing`.
-        reason: `asked`: the answer to this check's question. `start`, `fork`: written then, and not answered since.
-        deaf: Why it cannot answer questions, or None.
-        environ: `os.environ` at that moment, secrets redacted.
-        modules: The libraries that matter, of those imported.
-        plugins: General plugins loaded in this process.
-        cache_dirs: Cache directories that loaded libraries say they use, by the variable that should name them.
-        gpu_uuids: GPUs that CUDA shows this process, or None with the reason in `gpu_absent`.
-    """
-
-    pid: int
-    ppid: int
-    start_ticks: int
-    name: str
-    reason: Literal["start", "fork", "asked"]
-    nonce: str | None = None
-    deaf: str | None = None
-    executable: str
-    python: str
-    environ: dict[str, str]
-    modules: dict[str, LoadedModule]
-    plugins: list[str]
-    cache_dirs: dict[str, str]
-    gpu_uuids: list[str] | None = None
-    gpu_absent: str | None = None
-
-
-class GpuHolder(Model):
-    """A process with a compute context on a GPU of the launch.
-
-    Attributes:
-        pid: As the driver numbers it.
-        name: Its title, where it can be seen from here.
-        whose: `ours`: of the verified tree. `foreign`: another process of this machine. `unknown`: the driver's number
-            names no process that can be seen here (another pid namespace).
-    """
-
-    uuid: str
-    pid: int
-    name: str
-    whose: Literal["ours", "foreign", "unknown"]
 
 
 class EnvironmentCheck(Model):
@@ -367,25 +282,6 @@ class EnvironmentCheck(Model):
     findings: list[Finding] = []
 
 
-class CacheEvidence(Model):
-    """One cache directory of a launch: proven empty before, and what it held after.
-
-    Attributes:
-        variable: The environment variable that names it.
-        files_before: Files in it before the launch; 0 or the launch fails.
-        files_after: Files in it after the launch.
-        bytes_after: Their size.
-        older: Files that were written before the launch began: somebody put them there.
-    """
-
-    variable: str
-    path: str
-    files_before: int
-    files_after: int | None = None
-    bytes_after: int | None = None
-    older: list[str] = []
-
-
 class Evidence(Model):
     """`evidence.json`: everything a verdict about one launch rests on.
 
@@ -397,6 +293,9 @@ class Evidence(Model):
         default_caches_touched: Files under the default cache locations that changed during the launch.
         shared_memory_left: Names in /dev/shm that appeared during the launch and are not provably its own.
         gpu_uuids: GPUs the launch could use; None with a reason in `gpu_absent` where there is none.
+        gpu_pids_seen: By GPU, every process that had a compute context there during the load, as the driver numbers
+            them, in order of appearance.
+        gpu_pids_first_seen_s: When each of these was first seen, seconds on the clock of the requests.
         server_versions: What the server's interpreter reports: `python`, `vllm`, `torch`, ...
         server_info_absent: Why the server's resolved configuration is not on record (`server_info.json`), or None.
     """
@@ -409,6 +308,8 @@ class Evidence(Model):
     shared_memory_left: list[str] = []
     gpu_uuids: list[str] | None = None
     gpu_absent: str | None = None
+    gpu_pids_seen: dict[str, list[int]] = {}
+    gpu_pids_first_seen_s: dict[str, list[float]] = {}
     server_versions: dict[str, str] = {}
     server_info_absent: str | None = None
 
@@ -446,6 +347,7 @@ class LaunchRecord(Model):
         ready_s: From process start to the first real completion.
         wall_s: From preflight to stopped.
         findings: Launch-level results of checks; those of a cell are with the cell.
+        sampling: How the GPUs were sampled; None where there was no GPU to sample.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -467,6 +369,7 @@ class LaunchRecord(Model):
     stop_s: float | None = None
     wall_s: float
     findings: list[Finding] = []
+    sampling: Sampling | None = None
     cells: list[CellRecord] = []
     accuracy: list[AccuracyRun] = []
     error: Failure | None = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from abharness import procfs
 from abharness.errors import PreflightError
-from abharness.record import CacheEvidence
+from abharness.witnesses import CacheEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from abharness import accuracy, provenance
-from abharness.errors import PreflightError, TeardownError, UsageError, VerificationFailed
+from abharness.errors import GpuLost, PreflightError, TeardownError, UsageError, VerificationFailed
 from abharness.launch import LaunchExecution, Questions, RunContext, utc_now
 from abharness.plan import Plan, recorded_hash
 from abharness.progress import Reporter
@@ -22,7 +22,7 @@ from abharness.spec import ExperimentSpec, Gsm8kWorkload
 from abharness.storage import read_model, write_model
 from abharness.telemetry import Gpu
 
-STOPS_THE_RUN = (PreflightError, VerificationFailed, TeardownError)
+STOPS_THE_RUN = (PreflightError, VerificationFailed, TeardownError, GpuLost)
 """After these the next launch would fail the same way, or would not be alone on the machine."""
 
 MOST_FAILURES = 2

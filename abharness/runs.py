@@ -25,6 +25,7 @@ from abharness.record import (
     RunRecord,
     Variant,
 )
+from abharness.samples import by_gpu, read_samples, summarise
 from abharness.storage import read_json, read_lines, read_model
 
 RUN_FILE = "experiment.json"
@@ -34,6 +35,7 @@ ANSWERS_FILE = "gsm8k.jsonl"
 EVIDENCE_FILE = "evidence.json"
 LOG_FILE = "server.log"
 SERVER_INFO_FILE = "server_info.json"
+TELEMETRY_FILE = "telemetry.parquet"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,6 +76,10 @@ class Launch:
     answers: dict[str, list[AnswerRecord]]
     server_info: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
+
+    def cells_of(self, key: CellKey) -> list[CellRecord]:
+        """The repeats of one cell."""
+        return [cell for cell in self.record.cells if CellKey.of(cell) == key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +151,7 @@ def read_launch(path: Path) -> Launch:
     Raises:
         RecordError: Its launch record or evidence cannot be read.
     """
-    record = read_model(path / LAUNCH_FILE, LaunchRecord)
+    record = _with_samples(path, read_model(path / LAUNCH_FILE, LaunchRecord))
     evidence_file = path / EVIDENCE_FILE
     evidence = read_model(evidence_file, Evidence) if evidence_file.exists() else Evidence()
     requests: dict[tuple[CellKey, int], list[RequestRecord]] = defaultdict(list)
@@ -175,6 +181,29 @@ def read_launch(path: Path) -> Launch:
     info_file = path / SERVER_INFO_FILE
     info = read_json(info_file) if info_file.exists() else None
     return Launch(path, record, evidence, dict(requests), dict(answers), info, tuple(warnings))
+
+
+def _with_samples(path: Path, record: LaunchRecord) -> LaunchRecord:
+    """The same launch with the GPU windows of its cells made again from the raw samples, where these are there.
+
+    Small published records leave the raw samples out; a file that is damaged leaves the windows unknown.
+    """
+    raw = path / TELEMETRY_FILE
+    sampling = record.sampling
+    if sampling is None or not raw.exists():
+        return record
+    try:
+        samples = by_gpu(read_samples(raw))
+    except RecordError as error:
+        unknown = {"gpus": [], "gpus_absent": str(error)}
+        return record.model_copy(update={"cells": [cell.model_copy(update=unknown) for cell in record.cells]})
+    cells = []
+    for cell in record.cells:
+        errors = {gpu.uuid: gpu.errors for gpu in cell.gpus or []}
+        of_cell = {uuid: samples.get(uuid, []) for uuid in sampling.memory_before_bytes}
+        windows = summarise(of_cell, sampling, cell.started_s, cell.ended_s, errors)
+        cells.append(cell.model_copy(update={"gpus": windows}))
+    return record.model_copy(update={"cells": cells})
 
 
 def read_run(path: Path) -> Run:

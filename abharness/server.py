@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from abharness.record import CacheEvidence
     from abharness.resources import GpuMemory
+    from abharness.witnesses import CacheEvidence
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 POLL_S = 0.1
@@ -393,7 +393,9 @@ class VllmServer:
                 time.sleep(POLL_S / 2)
             self._adopt_carriers()
         if self._process is not None:
-            self._process.poll()  # a child that has ended is to be reaped
+            # A child that has ended is to be reaped; its first thread shows as ended a moment before the last one has.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
 
     def _adopt_carriers(self) -> None:
         self.observe()

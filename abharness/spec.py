@@ -123,7 +123,8 @@ class DecodeWorkload(_Strict):
         output_len: Tokens generated a request; ends only there (`ignore_eos`).
         max_concurrency: Requests in flight: one number or a list.
         num_prompts: Requests a cell; null is twice the concurrency.
-        num_warmups: Unmeasured requests before the cell; null is the concurrency.
+        num_warmups: Unmeasured requests before the cell; null is the concurrency, and fewer are raised to it, so that
+            every batch size is run. A second wave reaches the end of the context. 0 is no warm-up at all.
         repeats: Times each cell is run in a launch.
     """
 
@@ -206,6 +207,16 @@ class Primary:
         return workload == self.workload and self.at in (None, input_len if kind == "prefill" else max_concurrency)
 
 
+class TelemetrySpec(_Strict):
+    """How the GPUs are sampled during the load.
+
+    Attributes:
+        interval_s: Seconds between two samples of a GPU. A cell shorter than that has no sample and no verdict.
+    """
+
+    interval_s: Annotated[float, Field(ge=0.02, le=10)] = 0.1
+
+
 class VerifySpec(_Strict):
     """Evidence asked for beyond the environment, by variant.
 
@@ -227,6 +238,7 @@ class ExperimentSpec(_Strict):
     variants: dict[Variant, VariantSpec]
     design: DesignSpec = DesignSpec()
     workloads: Annotated[tuple[Workload, ...], Field(min_length=1)]
+    telemetry: TelemetrySpec = TelemetrySpec()
     verify: VerifySpec = VerifySpec()
 
     def merged_env(self, variant: Variant) -> Env:

@@ -29,6 +29,7 @@ from abharness.spec import (
     PrefillWorkload,
     Primary,
     ServerSpec,
+    TelemetrySpec,
     VariantSpec,
     VerifySpec,
 )
@@ -221,6 +222,7 @@ def _explain(error: ValidationError, located: yamlload.Located) -> list[tuple[st
 _SECTIONS: dict[str, type[BaseModel]] = {
     "server": ServerSpec,
     "design": DesignSpec,
+    "telemetry": TelemetrySpec,
     "verify": VerifySpec,
 }
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from abharness.base import Model
 from abharness.errors import RecordError
-from abharness.record import SCHEMA_VERSION, Model
+from abharness.record import SCHEMA_VERSION
 
 LARGEST_NUMBER = 1e15
 """Of any unit on record; what is larger is damage, and would overflow where it is squared or taken to a power."""

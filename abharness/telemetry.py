@@ -1,4 +1,4 @@
-"""Which GPUs a launch can use and what holds their memory: NVML in, UUIDs, bytes and pids out.
+"""Which GPUs a launch can use, what holds their memory and what they do now: NVML in, UUIDs, pids and readings out.
 
 NVML counts devices in PCI order, CUDA by default fastest first: an index of one is not an index of the other. So a
 device is named by its UUID, and an index in CUDA_VISIBLE_DEVICES is accepted only where it cannot be misread.
@@ -10,10 +10,26 @@ import importlib.metadata
 import importlib.util
 from typing import TYPE_CHECKING, Any, Protocol
 
-from abharness.errors import PreflightError
+from abharness.errors import GpuError, GpuLost, PreflightError
+from abharness.samples import Reading
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+GPU_LOST_HINT = "look for Xid messages in the kernel's log (dmesg); a reset or a reboot is needed"
+
+REASONS = {
+    "gpu_idle": "nvmlClocksEventReasonGpuIdle",
+    "applications_clocks_setting": "nvmlClocksEventReasonApplicationsClocksSetting",
+    "sw_power_cap": "nvmlClocksEventReasonSwPowerCap",
+    "hw_slowdown": "nvmlClocksEventReasonHwSlowdown",
+    "sync_boost": "nvmlClocksEventReasonSyncBoost",
+    "sw_thermal_slowdown": "nvmlClocksEventReasonSwThermalSlowdown",
+    "hw_thermal_slowdown": "nvmlClocksEventReasonHwThermalSlowdown",
+    "hw_power_brake_slowdown": "nvmlClocksEventReasonHwPowerBrakeSlowdown",
+    "display_clock_setting": "nvmlClocksEventReasonDisplayClockSetting",
+}
+"""Our name of each clocks event reason -> NVML's constant; a bit without a constant is `bit_N`."""
 
 
 class Gpu(Protocol):
@@ -29,6 +45,18 @@ class Gpu(Protocol):
 
     def compute_pids(self, uuid: str) -> list[int]:
         """Processes with a compute context on the device, as the driver numbers them."""
+        ...
+
+    def read(self, uuid: str) -> Reading:
+        """Clocks, power, temperature, utilisation, memory and clocks event reasons now.
+
+        Raises:
+            GpuError: The device does not answer; `GpuLost` when it never will.
+        """
+        ...
+
+    def missing(self) -> dict[str, dict[str, str]]:
+        """By device, the fields that `read` found it does not have, each with NVML's reason."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -66,6 +94,18 @@ class AbsentGpu:
         """
         raise KeyError(uuid)
 
+    def read(self, uuid: str) -> Reading:
+        """There is no such device.
+
+        Raises:
+            KeyError: Always.
+        """
+        raise KeyError(uuid)
+
+    def missing(self) -> dict[str, dict[str, str]]:
+        """There is no device."""
+        return {}
+
     def describe(self) -> dict[str, Any]:
         """The reason."""
         return {"absent": self.reason}
@@ -77,18 +117,92 @@ class NvmlGpu:
     def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:
         self._nvml = nvml
         self._handles = dict(handles)
+        self._missing: dict[str, dict[str, str]] = {}
 
     def uuids(self) -> list[str]:
         """UUIDs of the usable devices, in the order CUDA sees them."""
         return list(self._handles)
 
     def memory_used_bytes(self, uuid: str) -> int:
-        """Device memory in use now, by anybody."""
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handles[uuid]).used)
+        """Device memory in use now, by anybody.
+
+        Raises:
+            GpuError: The device does not answer; `GpuLost` when it never will.
+        """
+        return int(self._ask(uuid, self._nvml.nvmlDeviceGetMemoryInfo).used)
 
     def compute_pids(self, uuid: str) -> list[int]:
-        """Processes with a compute context; inside a container the numbers may be those of the host."""
-        return sorted(int(one.pid) for one in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handles[uuid]))
+        """Processes with a compute context; inside a container the numbers may be those of the host.
+
+        Raises:
+            GpuError: The device does not answer; `GpuLost` when it never will.
+        """
+        return sorted(int(one.pid) for one in self._ask(uuid, self._nvml.nvmlDeviceGetComputeRunningProcesses))
+
+    def read(self, uuid: str) -> Reading:
+        """The device now; a field that it does not have is None, and `missing` says why.
+
+        Raises:
+            GpuError: The device does not answer; `GpuLost` when it never will.
+        """
+        nvml = self._nvml
+        power_mw = self._field(uuid, "power_w", nvml.nvmlDeviceGetPowerUsage)
+        rates = self._field(uuid, "utilization", nvml.nvmlDeviceGetUtilizationRates)
+        reasons = self._field(uuid, "reasons", self._reasons)
+        memory = self._field(uuid, "memory_used_bytes", nvml.nvmlDeviceGetMemoryInfo)
+        return Reading(
+            sm_clock_mhz=self._field(uuid, "sm_clock_mhz", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            mem_clock_mhz=self._field(uuid, "mem_clock_mhz", nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
+            power_w=None if power_mw is None else power_mw / 1000,
+            temperature_c=self._field(uuid, "temperature_c", nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            utilization=None if rates is None else rates.gpu / 100,
+            memory_used_bytes=None if memory is None else int(memory.used),
+            reasons=None if reasons is None else self._names(reasons),
+        )
+
+    def missing(self) -> dict[str, dict[str, str]]:
+        """By device, the fields that it does not have, each with NVML's reason."""
+        return {uuid: dict(fields) for uuid, fields in self._missing.items()}
+
+    def _reasons(self, handle: Any) -> int:
+        try:
+            return int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        except self._nvml.NVMLError_FunctionNotFound:
+            # Drivers before 535 know the same bits under their older name.
+            return int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+
+    def _names(self, bits: int) -> tuple[str, ...]:
+        names = []
+        for name, constant in REASONS.items():
+            bit = getattr(self._nvml, constant)
+            if bits & bit:
+                names.append(name)
+                bits &= ~bit
+        return (*names, *(f"bit_{number}" for number in range(bits.bit_length()) if bits >> number & 1))
+
+    def _field(self, uuid: str, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """One reading, or None where the device has no such thing; asked once only in that case."""
+        nvml = self._nvml
+        if name in self._missing.get(uuid, {}):
+            return None
+        try:
+            return call(self._handles[uuid], *arguments)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_NoPermission, nvml.NVMLError_FunctionNotFound) as error:
+            self._missing.setdefault(uuid, {})[name] = str(error)
+            return None
+        except nvml.NVMLError as error:
+            raise self._error(uuid, error) from error
+
+    def _ask(self, uuid: str, call: Callable[[Any], Any]) -> Any:
+        try:
+            return call(self._handles[uuid])
+        except self._nvml.NVMLError as error:
+            raise self._error(uuid, error) from error
+
+    def _error(self, uuid: str, error: Exception) -> GpuError:
+        if isinstance(error, self._nvml.NVMLError_GpuIsLost):
+            return GpuLost(f"the driver has lost GPU {uuid}: {error}", hint=GPU_LOST_HINT)
+        return GpuError(f"NVML on GPU {uuid}: {error}", hint="see whether nvidia-smi answers")
 
     def describe(self) -> dict[str, Any]:
         """Driver version and the devices."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 from abharness import procfs
 from abharness.judge import FLAG_TEXTS, judge_check, recordable, role_by_title
-from abharness.record import EnvironmentCheck, Finding, GpuHolder, ProbeReport, ProcessWitness
+from abharness.record import EnvironmentCheck, Finding
+from abharness.witnesses import GpuHolder, ProbeReport, ProcessWitness
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

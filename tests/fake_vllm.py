@@ -14,6 +14,7 @@ The engine is a child process titled `VLLM::EngineCore`; what it generates depen
     FAKE_ANSWERS                JSON lines with `question` and `answer`; a prompt whose last known question is one of
                                 them is answered with its answer
     FAKE_WORKERS                number of `VLLM::Worker` processes below the engine (default 0)
+    FAKE_GPU_DIR                folder in which the engine says what it does to the fake GPU (tests/fake_nvml)
     FAKE_FAULTS                 JSON object, fault -> argument, see FAULTS
 
 A fault's argument may be an object with `when`: {VARIABLE: value}; then the fault applies only in a server that was
@@ -71,6 +72,15 @@ FAULTS = {
     # Caches.
     "cache_unused": "true, or list of variables: nothing is written there",
     "default_cache_write": "true: writes below ~/.cache/vllm whatever VLLM_CACHE_ROOT says",
+    # The GPU.
+    "gpu": "object: what NVML shows of the engine's device: sm_clock_mhz, mem_clock_mhz, power_w, temperature_c,"
+    " utilization (percent), reasons (names), memory_bytes, uuid",
+    # Compiling late.
+    "jit": "object: line (printed), file (VARIABLE/path, written), and request selection: compiled for such a request",
+    # Counting.
+    "count_extra": "object: counter -> number added, and request selection: work that no client asked for",
+    "counters_missing": "list of counters that /metrics does not export",
+    "counters_late_s": "seconds after which /metrics shows what was counted",
     # Answers to requests.
     "served_name": "model name that /v1/models shows and completions accept",
     "no_metrics": "true: /metrics is 404",
@@ -240,6 +250,9 @@ def engine_main(eager: bool) -> None:
     log("EngineCore", f"fake kernels: FAKE_SWITCH={switch}", where="fake.py:90")
     for line in faults.get("log_lines", []):
         log("EngineCore", line)
+    if "FAKE_GPU_DIR" in os.environ:
+        state = {"memory_bytes": 4 * 2**30, **faults.get("gpu", {})}
+        (Path(os.environ["FAKE_GPU_DIR"]) / f"{os.getpid()}.json").write_text(json.dumps(state))
     workers = [
         subprocess.Popen([sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(int(os.environ.get("FAKE_WORKERS", "0")))
@@ -315,6 +328,7 @@ class Server:
         self.counters = dict.fromkeys(
             ("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits",
              "num_preemptions"), 0.0)  # fmt: skip
+        self.counted: list[tuple[float, str, float]] = []
         self.running = 0
         self.arrived = 0
         self.blocks: set[int] = set()
@@ -493,13 +507,36 @@ class Server:
     def metrics(self) -> str:
         label = f'{{engine="0",model_name="{self.name}"}}'
         lines = []
+        late = time.monotonic() - float(self.faults.get("counters_late_s", 0))
         for key, value in self.counters.items():
+            if key in self.faults.get("counters_missing", []):
+                continue
+            value -= sum(amount for moment, name, amount in self.counted if name == key and moment > late)
             lines += [f"# HELP vllm:{key}_total Fake.", f"# TYPE vllm:{key}_total counter"]
             lines.append(f"vllm:{key}_total{label} {value}")
         lines += ["# TYPE vllm:num_requests_running gauge", f"vllm:num_requests_running{label} {float(self.running)}"]
         return "\n".join(lines) + "\n"
 
     # Generation.
+
+    def count(self, name: str, amount: float) -> None:
+        self.counters[name] += amount
+        if "counters_late_s" in self.faults:
+            self.counted.append((time.monotonic(), name, amount))
+
+    def extra_work(self, index: int, request: dict[str, Any]) -> None:
+        """What a request sets off beside its answer."""
+        jit = self.hit("jit", index, request)
+        if jit and "line" in jit:
+            log("EngineCore", jit["line"], "WARNING", "jit_monitor.py:103")
+        if jit and "file" in jit:
+            variable, _, rest = jit["file"].partition("/")
+            path = Path(os.environ[variable]) / rest
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+        for name, amount in (self.hit("count_extra", index, request) or {}).items():
+            if name in self.counters:
+                self.count(name, amount)
 
     def hit(self, name: str, index: int, request: dict[str, Any]) -> Any:
         """The argument of a fault of single requests if it hits this one, else None."""
@@ -610,16 +647,16 @@ class Server:
             usage = None
         name = headers.get("x-request-id") or f"{index:08x}"
         shell = {"id": ("chatcmpl-" if chat else "cmpl-") + name, "created": int(time.time()), "model": self.name}
-        counters = self.counters
-        counters["prompt_tokens"] += len(ids)
-        counters["prompt_tokens_cached"] += hits
-        counters["prefix_cache_queries"] += len(ids)
-        counters["prefix_cache_hits"] += hits
+        self.count("prompt_tokens", len(ids))
+        self.count("prompt_tokens_cached", hits)
+        self.count("prefix_cache_queries", len(ids))
+        self.count("prefix_cache_hits", hits)
+        self.extra_work(index, request)
         if request.get("stream"):
             await self.stream(writer, request, chat, ids, tokens, finish, usage, shell, start, index)
         else:
             await self.until(start + self.tpot * len(tokens) / self.speed)
-            counters["generation_tokens"] += len(tokens)
+            self.count("generation_tokens", len(tokens))
             choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "stop_reason": None}
             choice["logprobs"] = self.logprobs(request, chat, tokens, 0)
             if chat:
@@ -688,7 +725,7 @@ class Server:
                 break
             if closed and done >= (closed.get("after_tokens", 1) if isinstance(closed, dict) else 1):
                 raise Close
-            self.counters["generation_tokens"] += len(piece)
+            self.count("generation_tokens", len(piece))
             field = "content" if done >= thinking else ("reasoning", "reasoning_content")[done % 2]
             await event(chunk(piece, done, done + size >= len(tokens), field))
         else:

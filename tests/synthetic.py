@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from abharness import accuracy
 from abharness.plan import config_hash, launch_order, recorded_hash
@@ -21,9 +21,6 @@ from abharness.record import (
     Failure,
     Finding,
     LaunchRecord,
-    LoadedModule,
-    ProbeReport,
-    ProcessWitness,
     RequestLine,
     RequestRecord,
     RunRecord,
@@ -34,6 +31,8 @@ from abharness.record import (
 from abharness.spec import ExperimentSpec
 from abharness.specload import parse_spec
 from abharness.storage import append_lines, write_model
+from abharness.windows import Compilation, GpuWindow
+from abharness.witnesses import LoadedModule, ProbeReport, ProcessWitness
 
 SPEC = """\
 experiment: made
@@ -62,7 +61,10 @@ class Made:
     drop_answers: int = 0
     error: str | None = None
     requests: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    counters: ServerCounters | None = None
+    counters: ServerCounters | Literal["exact"] | None = "exact"
+    answer_counters: ServerCounters | Literal["exact"] | None = "exact"
+    compilation: Compilation | None = field(default_factory=Compilation)
+    gpus: Sequence[GpuWindow] | None = None
     client: Mapping[str, float] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -128,13 +130,17 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
         client=ClientLoad(
             **{"cpu_share": 0.1, "loop_lag_p50_s": 0, "loop_lag_p99_s": 0, "chunks_per_s": 1, **made.client}
         ),
-        counters=made.counters,
+        counters=_counted(requests) if made.counters == "exact" else made.counters,
+        compilation=made.compilation,
+        gpus=None if made.gpus is None else list(made.gpus),
+        gpus_absent="no GPU" if made.gpus is None else None,
         **shape,
     )
     asked = QUESTIONS[: wanted.workloads[1].num_questions] if len(wanted.workloads) > 1 else []  # type: ignore[union-attr]
     kept = asked[: len(asked) - made.drop_answers]
+    answers = [answer(question, made) for question in kept]
     if kept:
-        append_lines(path / "gsm8k.jsonl", [answer(question, made) for question in kept])
+        append_lines(path / "gsm8k.jsonl", answers)
     env = {"SHARED": "1", **({"SWITCH": "1"} if variant == "candidate" and not wanted.is_aa else {}), **made.env}
     checks = [verification(when, wanted, variant, env) for when in ("before_load", "after_load")]
     write_model(
@@ -178,6 +184,7 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
                     questions_sha256="q",
                     started_s=0,
                     ended_s=1,
+                    counters=_counted(answers) if made.answer_counters == "exact" else made.answer_counters,
                 )
             ]
             if asked
@@ -198,6 +205,28 @@ def verification(when: Any, wanted: ExperimentSpec, variant: Variant, env: Mappi
         environ=dict(env), modules={"vllm": LoadedModule(version="1", file="/vllm")}, cache_dirs={}, gpu_absent="no GPU",
     )  # fmt: skip
     return EnvironmentCheck(when=when, expected=declared, processes=[witness], probes=[report])
+
+
+def _counted(asked: Sequence[Any]) -> ServerCounters:
+    """The counters of a server that did what it was asked and nothing else."""
+    prompt = sum(one.prompt_tokens or 0 for one in asked)
+    return ServerCounters(
+        prompt_tokens=prompt,
+        generation_tokens=sum(one.output_tokens or 0 for one in asked),
+        prefix_cache_queries=prompt,
+        prefix_cache_hits=0,
+        preemptions=0,
+    )
+
+
+def gpu(**values: Any) -> GpuWindow:
+    """A GPU that did a cell's work; every field is a way in which it may have been different."""
+    fields: dict[str, Any] = {
+        "uuid": "GPU-1", "samples": 10, "expected_samples": 10, "coverage": 1.0, "sm_clock_mhz": 1980,
+        "mem_clock_mhz": 2619, "utilization_max": 1.0, "memory_used_bytes_before": 0, "memory_used_bytes_max": 2**33,
+        "reasons": {},
+    }  # fmt: skip
+    return GpuWindow.model_validate({**fields, **values})
 
 
 def request(index: int, made: Made) -> RequestRecord:
@@ -231,5 +260,7 @@ def answer(question: accuracy.Question, made: Made) -> Any:
         finish_reason="length" if cut else "stop",
         generation={"max_tokens": 64},
         tokens=tokens,
+        prompt_tokens=20,
+        output_tokens=len(tokens),
         error=made.error,
     )

@@ -116,7 +116,9 @@ def test_a_waiver_holds_for_the_aa_too(tmp_path: Path, capsys: Any) -> None:
     made["baseline"][0].env = {"SEEN": "1"}
     write_run(tmp_path / "aa", made, aa=True)
     assert "gives no floor: it is not valid (undeclared_difference)" in report(capsys, run)
-    assert headline(compare(capsys, run, "--allow", "undeclared_difference:env.SEEN")[1])["floor"] is None, "nor is it the run's baseline"
+    assert headline(compare(capsys, run, "--allow", "undeclared_difference:env.SEEN")[1])["floor"] is None, (
+        "nor is it the run's baseline"
+    )
     made["baseline"][0].env = {}
     made["candidate"][0].env = {"SEEN": "1"}
     write_run(tmp_path / "aa2", made, aa=True)

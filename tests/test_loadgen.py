@@ -221,7 +221,8 @@ def check(requests, *, client=IDLE, counters=None, kind="decode", input_len=1024
                         ended_s=max((r.last_token_s or r.submitted_s for r in requests), default=9.0),
                         prompts_sha256=combined_hash(r.prompt_sha256 for r in requests),
                         client=client, counters=counters)  # fmt: skip
-    return check_cell(record, requests)
+    # What these records leave out is said not to be checked: tests/test_window.py.
+    return [finding for finding in check_cell(record, requests) if finding.code != "not_checked"]
 
 
 def test_a_good_cell_has_no_findings():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from abharness.hearing import hear
 from abharness.probe import install
-from abharness.record import ProbeReport
-from abharness.witness import hear
+from abharness.witnesses import ProbeReport
 
 SERVER = """
 import os, sys, threading

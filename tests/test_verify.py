@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from abharness import procfs
+from abharness.hearing import hear
 from abharness.judge import judge_check
-from abharness.record import EnvironmentCheck, Finding, GpuHolder, ProcessWitness
+from abharness.record import EnvironmentCheck, Finding
 from abharness.server import VllmServer
 from abharness.verify import LogFacts, attached_check, check_environment, read_log, suspicious_values
-from abharness.witness import hear
+from abharness.witnesses import GpuHolder, ProcessWitness
 from tests.conftest import FAKE_SITE, MakeCommand, completion
 
 Running = Callable[..., VllmServer]

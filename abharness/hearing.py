@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from abharness.procfs import process
-from abharness.record import ProbeReport
+from abharness.witnesses import ProbeReport
 
 ANSWER_S = 10.0
 """Longest wait for an answer: a process that runs the model may hold the interpreter for seconds."""

@@ -1,0 +1,66 @@
+"""What is looked at around one measured window, never inside it: counters, log, compile caches, samples of the GPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from abharness import endpoints
+from abharness.compilation import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from abharness.record import ServerCounters
+    from abharness.sampler import Sampler
+
+
+class CounterWatch:
+    """The server's counters from one moment to a later one.
+
+    What was sent before must have been counted when it begins: traffic that is not measured is watched too, for the
+    waiting that `ended` does.
+    """
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url
+        self._before = endpoints.settled_counters(base_url)
+
+    def ended(self, prompt_tokens: int, generation_tokens: int) -> ServerCounters | None:
+        """What was counted since, once it is what the client counted, or has had time to be."""
+        before = self._before
+
+        def reached(now: Mapping[str, float]) -> bool:
+            expected = {"prompt_tokens": prompt_tokens, "generation_tokens": generation_tokens}
+            return before is not None and all(
+                now.get(name, 0.0) - before.get(name, 0.0) >= tokens for name, tokens in expected.items()
+            )
+
+        return endpoints.counters_delta(before, endpoints.settled_counters(self._base_url, reached))
+
+
+class WindowWatch:
+    """Everything that is seen around a measured window; begins when it is made."""
+
+    def __init__(self, base_url: str, log_path: Path, cache_dirs: Mapping[str, Path], sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._counters = CounterWatch(base_url)
+        self._compilation = Watch(log_path, cache_dirs)
+
+    def ended(self, started_s: float, ended_s: float, prompt_tokens: int, generation_tokens: int) -> dict[str, Any]:
+        """The fields of the cell's record that tell what was seen.
+
+        Args:
+            started_s: Start of the window, monotonic seconds.
+            ended_s: Its end.
+            prompt_tokens: What the client counted in all its requests.
+            generation_tokens: The same for their outputs.
+        """
+        compilation = self._compilation.ended()
+        gpus = self._sampler.windows(started_s, ended_s)
+        return {
+            "compilation": compilation,
+            "gpus": gpus,
+            "gpus_absent": self._sampler.absent if gpus is None else None,
+            "counters": self._counters.ended(prompt_tokens, generation_tokens),
+        }

@@ -1,0 +1,163 @@
+"""Samples of GPUs: `telemetry.parquet` and back, and what they say about one measured window.
+
+One row a sample of one GPU. `t_s` is on the monotonic clock of the requests; a field that a device does not have is
+null in every row. Parquet's library is imported only where a file is written or read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import tempfile
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from abharness.errors import RecordError
+from abharness.windows import GpuWindow, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One look at one GPU; None where the device has no such reading.
+
+    Attributes:
+        sm_clock_mhz: SM clock now, MHz.
+        mem_clock_mhz: Memory clock now, MHz.
+        power_w: Power draw, watts, averaged as the driver does on this device.
+        temperature_c: Core temperature, degrees Celsius.
+        utilization: Share of the driver's last period (1/6 s to 1 s) in which a kernel ran, 0 to 1.
+        memory_used_bytes: Device memory in use, by anybody.
+        reasons: Why the clocks are what they are (NVML's clocks event reasons, by name); empty when nothing limits.
+    """
+
+    sm_clock_mhz: float | None
+    mem_clock_mhz: float | None
+    power_w: float | None
+    temperature_c: float | None
+    utilization: float | None
+    memory_used_bytes: int | None
+    reasons: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample(Reading):
+    """A reading with its moment (monotonic seconds, when the reading began) and its GPU (NVML UUID)."""
+
+    t_s: float
+    uuid: str
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples as Parquet, whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written; an existing one is untouched.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    number, whole = pyarrow.float64(), pyarrow.int64()
+    types = {"t_s": number, "uuid": pyarrow.string(), "memory_used_bytes": whole}
+    types["reasons"] = pyarrow.list_(pyarrow.string())
+    names = ["t_s", "uuid", *(field.name for field in fields(Reading))]
+    schema = pyarrow.schema([(name, types.get(name, number)) for name in names])
+    columns = {name: [getattr(sample, name) for sample in samples] for name in names}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            pyarrow.parquet.write_table(pyarrow.table(columns, schema=schema), out, compression="zstd")
+            out.flush()
+            os.fsync(out.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read what `write_samples` wrote.
+
+    Raises:
+        RecordError: It cannot be read, or lacks a column.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        return [Sample(**{**row, "reasons": None if row["reasons"] is None else tuple(row["reasons"])}) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        raise RecordError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def by_gpu(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+    """Samples of each GPU, in order of time."""
+    found: dict[str, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: sample.t_s):
+        found.setdefault(sample.uuid, []).append(sample)
+    return found
+
+
+def summarise(
+    samples: Mapping[str, Sequence[Sample]],
+    sampling: Sampling,
+    started_s: float,
+    ended_s: float,
+    errors: Mapping[str, Sequence[str]],
+) -> list[GpuWindow]:
+    """What each GPU did in a window; only samples inside it count.
+
+    Args:
+        samples: By GPU, in order of time; a GPU without a sample has an empty list.
+        sampling: How they were taken.
+        started_s: Start of the window, monotonic seconds.
+        ended_s: Its end.
+        errors: By GPU, what NVML said in this window instead of a sample.
+    """
+    expected = max(1, math.floor((ended_s - started_s) / sampling.interval_s))
+    windows = []
+    for uuid, ordered in samples.items():
+        first = bisect_left(ordered, started_s, key=lambda sample: sample.t_s)
+        inside = ordered[first : bisect_right(ordered, ended_s, key=lambda sample: sample.t_s)]
+        reasons = [one.reasons for one in inside if one.reasons is not None]
+        counts = Counter(reason for one in reasons for reason in one)
+        memory = [one.memory_used_bytes for one in inside if one.memory_used_bytes is not None]
+        sm_clocks, busy = _known(inside, "sm_clock_mhz"), _known(inside, "utilization")
+        windows.append(
+            GpuWindow(
+                uuid=uuid,
+                samples=len(inside),
+                expected_samples=expected,
+                coverage=len(inside) / expected,
+                sm_clock_mhz=statistics.median(sm_clocks) if sm_clocks else None,
+                sm_clock_mhz_min=min(sm_clocks, default=None),
+                mem_clock_mhz=_median(inside, "mem_clock_mhz"),
+                power_w=_median(inside, "power_w"),
+                temperature_c_max=max(_known(inside, "temperature_c"), default=None),
+                utilization=statistics.median(busy) if busy else None,
+                utilization_max=max(busy, default=None),
+                memory_used_bytes_max=max(memory, default=None),
+                memory_used_bytes_before=sampling.memory_before_bytes.get(uuid),
+                reasons={name: count / len(reasons) for name, count in sorted(counts.items())} if reasons else None,
+                missing=sampling.missing.get(uuid, {}),
+                errors=list(errors.get(uuid, ())),
+            )
+        )
+    return windows
+
+
+def _known(samples: Sequence[Sample], name: str) -> list[float]:
+    return [value for sample in samples if (value := getattr(sample, name)) is not None]
+
+
+def _median(samples: Sequence[Sample], name: str) -> float | None:
+    known = _known(samples, name)
+    return statistics.median(known) if known else None
