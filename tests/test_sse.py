@@ -181,6 +181,7 @@ def test_no_bytes_ever_raise_and_every_record_can_be_stored(tmp_path):
         text("B", "length"),
         usage(2),
         DONE,
+        text("B", "length") + usage(2) + DONE,
         usage(10**30),
         text("x", "\\ud800"),
         event({"error": "\ud800"}),
