@@ -191,6 +191,18 @@ def test_an_aa_of_something_else_is_not_used_and_the_first_difference_is_named(
     assert "abharness run SPEC.yaml --aa measures it" in out
 
 
+@pytest.mark.parametrize("same_server", [True, False])
+def test_an_aa_of_another_experiment_is_used_where_it_is_this_server_and_else_not_mentioned(
+    same_server: bool, tmp_path: Path, capsys: Any
+) -> None:
+    run = write_run(tmp_path / "one" / "ab", launches(STEADY, [s * 1.05 for s in STEADY]))
+    other = {} if same_server else {"model": "other"}
+    aa = write_run(tmp_path / "two" / "aa", launches(NOISY, NOISY[::-1], **other), "experiment=another", aa=True)
+    out = report(capsys, run, aa.parent)
+    assert (f"A/A floor: 8 launches of the baseline, compared in groups of 4 ({aa})" in out) == same_server
+    assert "is not this server" not in out
+
+
 def test_an_aa_that_failed_gives_no_floor_and_the_note_says_why(tmp_path: Path, capsys: Any) -> None:
     run = write_run(tmp_path / "ab", launches(STEADY, [s * 1.05 for s in STEADY]))
     made = launches(NOISY, NOISY[::-1])
