@@ -128,7 +128,10 @@ def _aa_run(path: Path, waivers: Sequence[Waiver]) -> AaRun | str:
 
 
 def _floors(sides: list[Side], alpha: float, references: Sequence[AaRun | str]) -> tuple[list[Floor], list[str]]:
-    """The floors that hold for these variants, and one note on each A/A that was looked at."""
+    """The floors that hold for these variants, and one note on each A/A that was looked at.
+
+    Those of another experiment may hold too; why they do not goes without saying.
+    """
     found: list[Floor] = []
     notes: list[str] = []
     group = min(len(side.launches) for side in sides)
@@ -139,27 +142,34 @@ def _floors(sides: list[Side], alpha: float, references: Sequence[AaRun | str]) 
             notes.append(f"A/A run {reference}")
             continue
         name = f"A/A run {reference.run.path}"
-        if reference.codes:
-            notes.append(f"{name} gives no floor: it is not valid ({', '.join(reference.codes)})")
-        elif not floors.enough(reference.run):
-            notes.append(f"{name} gives no floor: one launch a variant shows no spread")
-        elif differs := floors.mismatch(sides[0].run, reference.run):
-            notes.append(f"{name} is not this server on this machine and gives no floor: {differs}")
-        else:
-            floor = floors.measure(reference.run, group, alpha)
-            found.append(floor)
-            notes.append(
-                f"A/A floor: {floor.launches} launches of the baseline, compared in groups of {floor.group} "
-                f"({floor.source}); no change within it is called"
-            )
-            if reference.differs:
-                notes.append(f"{name} found a difference between equal variants: be careful with what is called here")
+        if reason := _unusable(reference, sides[0].run):
+            if reference.run.record.experiment == sides[0].run.record.experiment:
+                notes.append(f"{name} {reason}")
+            continue
+        floor = floors.measure(reference.run, group, alpha)
+        found.append(floor)
+        notes.append(
+            f"A/A floor: {floor.launches} launches of the baseline, compared in groups of {floor.group} "
+            f"({floor.source}); no change within it is called"
+        )
+        if reference.differs:
+            notes.append(f"{name} found a difference between equal variants: be careful with what is called here")
     if not found:
         notes.append(
             "no A/A floor was measured for this server on this machine, so what equal servers differ by is not known; "
             "abharness run SPEC.yaml --aa measures it"
         )
     return found, notes
+
+
+def _unusable(reference: AaRun, run: Run) -> str | None:
+    """Why an A/A gives no floor for a run; None where it does."""
+    if reference.codes:
+        return f"gives no floor: it is not valid ({', '.join(reference.codes)})"
+    if not floors.enough(reference.run):
+        return "gives no floor: one launch a variant shows no spread"
+    differs = floors.mismatch(run, reference.run)
+    return differs and f"is not this server on this machine and gives no floor: {differs}"
 
 
 def _spec(run: Run) -> ExperimentSpec:

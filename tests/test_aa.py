@@ -11,11 +11,12 @@ import pytest
 
 from abharness import commands
 from abharness.cli import main
+from abharness.plan import config_hash
 from abharness.progress import PlainReporter
 from abharness.record import Failure, LaunchRecord, RunRecord
-from abharness.specload import load_spec
+from abharness.specload import load_spec, parse_spec
 from abharness.storage import read_model
-from tests.synthetic import Made, write_run
+from tests.synthetic import SPEC, Made, write_run
 from tests.test_run import QUESTIONS, spec_file
 
 STEADY = [100.0, 100.4, 99.7, 100.1]
@@ -80,6 +81,13 @@ def test_an_aa_that_finds_a_difference_fails_and_says_what_differs(tmp_path: Pat
         "is +8.00%" in out
     )
     assert "next: the variants are the same server" in out
+
+
+def test_what_an_aa_found_is_never_above_its_floor(tmp_path: Path, capsys: Any) -> None:
+    """Of 70 splits its own is the most extreme, and so above their 95% quantile."""
+    aa = write_run(tmp_path / "aa", launches(STEADY, [s * 1.08 for s in STEADY]), aa=True)
+    floor = next(one for one in compare(capsys, aa)[1]["floor"]["cells"] if one["metric"] == "output_throughput")
+    assert floor["floor"] == pytest.approx(0.08)
 
 
 def test_an_aa_whose_answers_got_worse_fails(tmp_path: Path, capsys: Any) -> None:
@@ -193,6 +201,18 @@ def test_an_aa_of_something_else_is_not_used_and_the_first_difference_is_named(
     assert "abharness run SPEC.yaml --aa measures it" in out
 
 
+@pytest.mark.parametrize("same_server", [True, False])
+def test_an_aa_of_another_experiment_is_used_where_it_is_this_server_and_else_not_mentioned(
+    same_server: bool, tmp_path: Path, capsys: Any
+) -> None:
+    run = write_run(tmp_path / "one" / "ab", launches(STEADY, [s * 1.05 for s in STEADY]))
+    other = {} if same_server else {"model": "other"}
+    aa = write_run(tmp_path / "two" / "aa", launches(NOISY, NOISY[::-1], **other), "experiment=another", aa=True)
+    out = report(capsys, run, aa.parent)
+    assert (f"A/A floor: 8 launches of the baseline, compared in groups of 4 ({aa})" in out) == same_server
+    assert "is not this server" not in out
+
+
 def test_an_aa_that_failed_gives_no_floor_and_the_note_says_why(tmp_path: Path, capsys: Any) -> None:
     run = write_run(tmp_path / "ab", launches(STEADY, [s * 1.05 for s in STEADY]))
     made = launches(NOISY, NOISY[::-1])
@@ -304,6 +324,17 @@ def test_a_loss_of_answers_within_what_the_aa_loses_is_not_called(tmp_path: Path
     out = report(capsys, run)
     assert "within the A/A floor: equal variants differ by up to 8 right answers" in out
     assert "found a difference between equal variants: be careful" in out
+
+
+def test_the_candidate_of_an_aa_is_the_baseline_with_what_is_expected_of_it() -> None:
+    text = SPEC + 'verify: {expect_log: {baseline: ["b"], candidate: ["c"]}, plugins: {candidate: [p]}}\n'
+    spec = parse_spec(text, "made.yaml")
+    aa = spec.against_itself()
+    assert (spec.is_aa, aa.is_aa) == (False, True)
+    assert aa.switches() == {}
+    assert aa.verify.expect_log == {"baseline": ("b",), "candidate": ("b",)}
+    assert aa.verify.plugins == {}
+    assert config_hash(aa) != config_hash(spec)
 
 
 FEW = ("--only", "prefill", "--only", "gsm8k", "--set", "design.min_effect=0.9")

@@ -61,6 +61,10 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def _short(value: float) -> float:
+    return round(value, 4)
+
+
 def _any(rates: Rates) -> str:
     return f"{rates.any_called:.1%}"
 
@@ -88,7 +92,7 @@ def render(name: str, results: Results) -> str:
     if name == "cells":
         counts = (1, 3, 12)
         return "A/A experiments with any call, noise 2.0%, n=4:\n\n" + _table(
-            ["noise", *(f"{count} cells" for count in counts)],
+            ["noise", *(f"{count} cell{'s' * (count > 1)}" for count in counts)],
             [[n, *rows(counts, "cells", _any, noise=n)] for n in NOISES],
         )
     if name == "power":
@@ -119,7 +123,7 @@ def main() -> int:
     parser.add_argument("--only", choices=TABLES, action="append")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    data: list[dict[str, object]] = []
+    data: list[list[object]] = []
     worst = 0.0
     for name in arguments.only or TABLES:
         started = time.monotonic()
@@ -131,7 +135,7 @@ def main() -> int:
             futures = [pool.submit(judge, name, setting, many, arguments.seed) for setting in wanted]
             results = {setting: future.result() for setting, future in zip(wanted, futures, strict=True)}
         for setting, rates in results.items():
-            data.append({"table": name, **dataclasses.asdict(setting), **dataclasses.asdict(rates)})
+            data.append([name, *dataclasses.astuple(setting), *(_short(value) for value in dataclasses.astuple(rates))])
             if errors and setting.launches >= 4:
                 worst = max(worst, rates.any_called)
         print(render(name, results))
@@ -145,9 +149,11 @@ def main() -> int:
             "clock_gap_sd": [CLOCK_GAP, FAR_CLOCK_GAP],
             "drift_sd": DRIFT,
         }
-        lines = ",\n".join(json.dumps(line) for line in data)
+        columns = ["table", *(one.name for kind in (Setting, Rates) for one in dataclasses.fields(kind))]
+        rows = ",\n".join(json.dumps(row) for row in data)
+        text = f'{{"noise": {json.dumps(drawn)},\n"columns": {json.dumps(columns)},\n"rows": [\n{rows}\n]}}\n'
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(f'{{"noise": {json.dumps(drawn)},\n"rates": [\n{lines}\n]}}\n', encoding="utf-8")
+        arguments.json.write_text(text, encoding="utf-8")
     return 1 if worst > ALPHA + allowance else 0
 
 
