@@ -157,11 +157,11 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
     declared = spec.merged_env(variant)
     wanted = [name for name in (*BASE_VARIABLES, *spec.server.inherit) if name in host.environ]
     inherited = tuple(sorted({name for name in wanted if name not in declared}))
-    env = {name: host.environ[name] for name in inherited}
+    # The sentinel stands first: a title written over the arguments runs into the environment from that side.
+    env = {SENTINEL_VARIABLE: sentinel, **{name: host.environ[name] for name in inherited}}
     env |= {
         # Renamed processes keep their environment block readable.
         "SPT_NOENV": "1",
-        SENTINEL_VARIABLE: sentinel,
         PROBE_VARIABLE: str(home / "probe"),
         # Gives /server_info, which tells the resolved configuration; it changes nothing but routes.
         "VLLM_SERVER_DEV_MODE": "1",

@@ -101,7 +101,12 @@ def check_environment(
         if seen is not None and seen.start_ticks == ticks:
             everything.setdefault(pid, seen)
     order = sorted(everything, key=lambda pid: (pid != root_pid, pid))
-    witnesses = [_witness(everything[pid], expected, sentinel, launched, log.roles, root_pid) for pid in order]
+    # A wrapper may have sorted the environment anew; where it has not, the sentinel comes first in every block.
+    first = next(iter(procfs.read_environ(root_pid).variables), None) == sentinel[0]
+    witnesses = [
+        _witness(everything[pid], expected, sentinel, launched, log.roles, root_pid, sentinel_first=first)
+        for pid in order
+    ]
     check = EnvironmentCheck(
         when=when,
         expected=recordable(expected),
@@ -213,8 +218,11 @@ def _witness(
     launched: Mapping[str, str] | None,
     logged: Mapping[int, str],
     root_pid: int,
+    *,
+    sentinel_first: bool = False,
 ) -> ProcessWitness:
     read = procfs.read_environ(one.pid)
+    renamed = procfs.renamed(one)
     state, reason = read.state, read.reason
     if state != "gone" and procfs.start_ticks(one.pid) != one.start_ticks:
         state, reason = "gone", "the process has ended"
@@ -224,6 +232,8 @@ def _witness(
         if found != value:
             what = "is missing" if found is None else f"is {found!r}"
             state, reason = "unreadable", f"the sentinel {name}={value} {what}: this is not the block that was launched"
+        elif renamed and sentinel_first and next(iter(read.variables)) != name:
+            state, reason = "unreadable", f"the block does not begin with {name} as it was launched: a title runs into it"
     started_with = {name: read.variables.get(name) for name in expected} if state == "ok" else {}
     undeclared: dict[str, str | None] = {}
     if state == "ok" and launched is not None:
@@ -240,7 +250,7 @@ def _witness(
         started_with=recordable(started_with),
         role=_role(title, one.pid, logged, root_pid),
         undeclared=recordable(undeclared),
-        renamed=procfs.renamed(one),
+        renamed=renamed,
         layout_checked=read.layout_checked if state == "ok" else None,
     )
 

@@ -89,12 +89,12 @@ def make_command(tmp_path: Path) -> MakeCommand:
                 "--port", str(port), "--served-model-name", "arm", *(flags or []),
             ],
             env={
+                sentinel[0]: sentinel[1],
                 "PATH": os.environ["PATH"],
                 "HOME": str(folder / "home"),
                 "PYTHONPATH": str(FAKE_SITE),
                 "ABHARNESS_PROBE_DIR": str(folder / "probe"),
                 "FAKE_FAULTS": json.dumps(faults or {}),
-                sentinel[0]: sentinel[1],
                 **{name: str(path) for name, path in caches.items()},
                 **(env or {}),
             },

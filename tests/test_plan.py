@@ -73,6 +73,7 @@ def test_command_and_environment_are_final() -> None:
     assert "SWITCH" not in baseline.env
     assert baseline.expected == {"SHARED": "1", "GONE": None, "SWITCH": None}
     assert candidate.env["SPT_NOENV"] == "1"
+    assert next(iter(candidate.env)) == "ABHARNESS_LAUNCH"
     assert "MINE" in candidate.inherited
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +197,33 @@ def test_block_of_another_launch_proves_nothing(running: Running) -> None:
         assert set(codes(result.findings)) == {"env_unverifiable"}
         assert all(witness.state == "unreadable" for witness in result.processes)
         assert what in str(result.processes[0].reason)
+
+
+SPAWN = """
+import os, subprocess, sys
+env = {"FIRST": "1", **os.environ} if sys.argv[1] == "moved" else dict(os.environ)
+child = subprocess.Popen(["VLLM::EngineCore", "60"], executable="/bin/sleep", env=env)
+print("up", flush=True)
+sys.stdin.read()
+child.kill()
+child.wait()
+"""
+
+
+@pytest.mark.parametrize(("order", "found"), [("kept", ["one_witness"]), ("moved", ["env_unverifiable", "one_witness"])])
+def test_renamed_process_whose_block_begins_with_something_else(order: str, found: list[str]) -> None:
+    """A1: entries that a title replaced whole leave a block that parses; the first one tells."""
+    env = {"ABHARNESS_LAUNCH": "x", "PATH": os.environ["PATH"]}
+    argv = [sys.executable, "-c", SPAWN, order]
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as root:
+        assert root.stdout is not None
+        root.stdout.readline()
+        result = check_environment(
+            when="before_load", root_pid=root.pid, launched=env, expected={"SWITCH": None},
+            sentinel=("ABHARNESS_LAUNCH", "x"), log_text="",
+        )  # fmt: skip
+        root.communicate("")
+    assert codes(result.findings) == found
 
 
 def test_re_parented_engine_is_checked(running: Running) -> None:
