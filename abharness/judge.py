@@ -359,6 +359,31 @@ def _gpus(check: EnvironmentCheck, gpus: Sequence[str] | None) -> list[Finding]:
     return findings
 
 
+def judge_gpu_pids(
+    seen: Mapping[str, Sequence[int]], tree_pids: Sequence[int], checks: Sequence[EnvironmentCheck]
+) -> list[Finding]:
+    """Say whether somebody else was on the GPUs during the load, also one who left before it ended.
+
+    Args:
+        seen: GPU UUID -> every process that had a compute context there, as the driver numbers them.
+        tree_pids: Every process that was ever seen in the server's tree.
+        checks: The launch's verifications: they tell whether the driver counts as this machine does.
+    """
+    same_numbers = any(holder.whose == "ours" for check in checks for holder in check.gpu_holders)
+    ours = {*tree_pids, *(one.pid for check in checks for one in check.processes)}
+    strange = [(uuid, pid) for uuid, pids in seen.items() for pid in pids if pid not in ours]
+    if not strange or not same_numbers:
+        return []
+    each = ", ".join(f"pid {pid} on {uuid}" for uuid, pid in strange[:MOST_SHOWN])
+    return [
+        Finding(
+            code="foreign_gpu_process",
+            message=f"{len(strange)} process(es) outside the server's tree used its GPU during the load: {each}",
+            hint="find out what it was, and keep it off this GPU",
+        )
+    ]
+
+
 def judge_caches(caches: Sequence[CacheEvidence], defaults_touched: Sequence[str]) -> list[Finding]:
     """Say whether the caches were a launch's own: empty before, used after, default locations untouched."""
     findings: list[Finding] = []

@@ -191,6 +191,7 @@ class LaunchExecution:
             found = {
                 "gpu_pids_seen": {uuid: list(pids) for uuid, pids in seen.items()},
                 "gpu_pids_first_seen_s": {uuid: list(pids.values()) for uuid, pids in seen.items()},
+                "tree_pids": [pid for pid, _ in vllm.known()],
             }
             self.evidence = self.evidence.model_copy(update=found)
         self._raise_if_lost(vllm)

@@ -288,6 +288,7 @@ class Evidence(Model):
     Attributes:
         server_pid: The process we started.
         socket_owner_pid: The process that holds the listening socket.
+        tree_pids: Every process that was seen in the server's tree until the load ended.
         environment: Verifications, before and after load.
         caches: The launch's own cache directories.
         default_caches_touched: Files under the default cache locations that changed during the launch.
@@ -302,6 +303,7 @@ class Evidence(Model):
 
     server_pid: int | None = None
     socket_owner_pid: int | None = None
+    tree_pids: list[int] = []
     environment: list[EnvironmentCheck] = []
     caches: list[CacheEvidence] = []
     default_caches_touched: list[str] = []

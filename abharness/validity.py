@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from abharness.checks import CODES
 from abharness.facts import MEASURED_CONFIG, declared_facts, follows_from_arguments, launch_facts
-from abharness.judge import judge_caches, judge_check
+from abharness.judge import judge_caches, judge_check, judge_gpu_pids
 from abharness.record import Finding, Variant
 from abharness.runs import Launch, Run
 from abharness.spec import VARIANTS, ExperimentSpec
@@ -70,6 +70,7 @@ def launch_findings(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
             where = f"launch {record.launch_index}-{record.variant}"
             expected, findings = _expected(launch, spec)
             findings += judge_caches(evidence.caches, evidence.default_caches_touched)
+            findings += judge_gpu_pids(evidence.gpu_pids_seen, evidence.tree_pids, evidence.environment)
             for check in evidence.environment:
                 again = judge_check(
                     check,

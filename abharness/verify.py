@@ -233,7 +233,10 @@ def _witness(
             what = "is missing" if found is None else f"is {found!r}"
             state, reason = "unreadable", f"the sentinel {name}={value} {what}: this is not the block that was launched"
         elif renamed and sentinel_first and next(iter(read.variables)) != name:
-            state, reason = "unreadable", f"the block does not begin with {name} as it was launched: a title runs into it"
+            state, reason = (
+                "unreadable",
+                f"the block does not begin with {name} as it was launched: a title runs into it",
+            )
     started_with = {name: read.variables.get(name) for name in expected} if state == "ok" else {}
     undeclared: dict[str, str | None] = {}
     if state == "ok" and launched is not None:

@@ -115,6 +115,14 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
         "foreign_gpu_process",
         "ray::worker",
     ),
+    "a process that visited the GPU during the load": (
+        lambda data: [
+            data.update(gpu_pids_seen={"GPU-1": [1, 7, 77]}, tree_pids=[7]),
+            data["environment"][0].update(gpu_holders=[{"uuid": "GPU-1", "pid": 1, "name": "e", "whose": "ours"}]),
+        ],
+        "foreign_gpu_process",
+        "pid 77 on GPU-1",
+    ),
     "another GPU in use": (
         lambda data: [data.update(gpu_uuids=["GPU-1"]), *[r.update(gpu_uuids=["GPU-2"]) for r in every_report(data)]],
         "env_mismatch",

@@ -210,7 +210,9 @@ child.wait()
 """
 
 
-@pytest.mark.parametrize(("order", "found"), [("kept", ["one_witness"]), ("moved", ["env_unverifiable", "one_witness"])])
+@pytest.mark.parametrize(
+    ("order", "found"), [("kept", ["one_witness"]), ("moved", ["env_unverifiable", "one_witness"])]
+)
 def test_renamed_process_whose_block_begins_with_something_else(order: str, found: list[str]) -> None:
     """A1: entries that a title replaced whole leave a block that parses; the first one tells."""
     env = {"ABHARNESS_LAUNCH": "x", "PATH": os.environ["PATH"]}
