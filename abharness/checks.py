@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from abharness.gpuchecks import Launches, check_clocks, check_gpus, unknown_of_gpus
+from abharness.gpuchecks import Launches, check_clocks, check_gpus, check_power_cap, unknown_of_gpus
 from abharness.prompts import combined_hash
 from abharness.record import AccuracyRun, AnswerRecord, CellRecord, ClientLoad, Finding, RequestRecord, ServerCounters
 
@@ -144,6 +144,9 @@ CODES: dict[str, Code] = {
     "accuracy_truncated": Code(
         "answers were cut at max_tokens and are neither right nor wrong", "raise max_tokens", invalidates=False
     ),
+    "power_capped": Code(
+        "the power limit held one variant back more than the other", "compare their power and clocks", invalidates=False
+    ),
     "preempted": Code(
         "the server ran out of KV cache and computed requests again",
         "give it more KV cache (--gpu-memory-utilization, --max-model-len), or lower max_concurrency",
@@ -196,12 +199,12 @@ def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Find
 
 
 def check_variants(cells: Launches) -> list[Finding]:
-    """Check one cell across the variants: `clocks_differ`, and `preempted` with the count of each variant.
+    """Check one cell across the variants: `clocks_differ`, and as advice `power_capped` and `preempted`.
 
     Args:
         cells: By variant, of each launch the records of this cell (its repeats).
     """
-    findings = [check_clocks(cells), _check_preempted(cells)]
+    findings = [check_clocks(cells), check_power_cap(cells), _check_preempted(cells)]
     return [finding for finding in findings if finding is not None]
 
 

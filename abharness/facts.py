@@ -22,9 +22,9 @@ OWN = "<launch>"
 """Stands for what belongs to one launch alone."""
 
 PER_PROCESS = re.compile(
-    r"(_PORT|_IDENT|_SHM_BUFFER_NAME|_UUID)$|^(PROMETHEUS_MULTIPROC_DIR|PWD|OLDPWD|SHLVL|_|LD_PRELOAD|LC_CTYPE)$"
+    r"(_PORT|_IDENT|_SHM_BUFFER_NAME|_UUID)$|^(PROMETHEUS_MULTIPROC_DIR|PWD|OLDPWD|SHLVL|_|LD_PRELOAD|LC_CTYPE|TRITON_PTXAS_PATH)$"
 )
-"""Variables that vLLM and interpreters set to something new in every process; none switches a code path."""
+"""Variables that vLLM, torch and interpreters set for themselves; none switches a code path."""
 
 PER_LAUNCH_CONFIG = re.compile(r"(^|[._])(port|ports|instance_id|uuid|served_model_name|ident|time)$")
 """Last words of configuration keys whose values are drawn or measured anew in every launch."""
@@ -45,7 +45,7 @@ def launch_facts(launch: Launch) -> dict[str, str]:
         "model": record.model,
         "python": record.argv[0] if record.argv else "",
     }
-    facts |= {f"env.{name}": value for name, value in _environment(launch, place).items()}
+    facts |= _environment(launch, place)
     facts |= {f"version.{name}": value for name, value in evidence.server_versions.items()}
     facts |= _modules(launch)
     facts["gpu"] = ",".join(evidence.gpu_uuids) if evidence.gpu_uuids else f"none ({evidence.gpu_absent})"
@@ -74,22 +74,22 @@ def config_facts(launch: Launch) -> dict[str, str]:
 
 def declared_facts(spec: ExperimentSpec) -> set[str]:
     """Names of the facts that are allowed to differ between the variants."""
-    declared = {f"{kind}.{name}" for name in spec.switches() for kind in ("env", "vllm_env")}
+    declared = {f"{kind}.{name}" for name in spec.switches() for kind in ("env", "inside", "vllm_env")}
     if spec.merged_args("baseline") != spec.merged_args("candidate"):
         declared.add("argv")
     if spec.python_of("baseline") != spec.python_of("candidate"):
-        declared |= {"python", "env.PATH", "env.LD_LIBRARY_PATH"}
+        declared |= {"python", "env.PATH"}
         declared |= {f"version.{name}" for name in PACKAGES}
     return declared
 
 
 def follows_from_arguments(name: str, spec: ExperimentSpec) -> bool:
-    """Whether a difference in resolved configuration can be put down to declared arguments or another build."""
-    if not name.startswith(("config.", "vllm_env.", "module.")):
-        return False
+    """Whether a difference inside the server can be put down to declared arguments or another build."""
     args = spec.merged_args("baseline") != spec.merged_args("candidate")
     build = spec.python_of("baseline") != spec.python_of("candidate")
-    return (args and name.startswith("config.")) or build
+    return (args and name.startswith(("config.", "inside."))) or (
+        build and name.startswith(("config.", "inside.", "vllm_env.", "module."))
+    )
 
 
 class _Placeholder:
@@ -112,25 +112,32 @@ class _Placeholder:
 
 
 def _environment(launch: Launch, place: _Placeholder) -> dict[str, str]:
-    """Every variable: its launched value, or what the processes show where that is another."""
+    """Every variable: `env.NAME` as the server was started, `inside.NAME` where its own code has made it another."""
     record = launch.record
     own = {*CACHE_VARIABLES, *OWNED_VARIABLES}
-    values: dict[str, str] = {name: place(value) for name, value in record.env.items() if name not in own}
-    other: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    started: dict[str, str | None] = dict(record.env)
+    for check in launch.evidence.environment:
+        if check.processes:
+            started |= check.processes[0].undeclared
+    inside: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for check in launch.evidence.environment:
         roles = {witness.pid: role_of(witness) for witness in check.processes}
-        for witness in check.processes:
-            for name, value in witness.undeclared.items():
-                other[name][_shown(value, place)].add(role_of(witness))
+        seen = [(witness.pid, name, value) for witness in check.processes for name, value in witness.undeclared.items()]
         for pid, report in reports_by_pid(check).items():
-            for name in {*report.environ, *record.env}:
-                if report.environ.get(name) != record.env.get(name):
-                    other[name][_shown(report.environ.get(name), place)].add(roles[pid])
-    for name, seen in other.items():
-        if name not in own and not PER_PROCESS.search(name):
-            each = "; ".join(f"{value} in {', '.join(sorted(roles))}" for value, roles in sorted(seen.items()))
-            values[name] = f"{values.get(name, 'not launched')}, then {each}"
-    return values
+            seen += [(pid, name, report.environ.get(name)) for name in {*report.environ, *started}]
+        for pid, name, value in seen:
+            if value != started.get(name):
+                inside[name][_shown(value, place)].add(roles[pid])
+    facts = {f"env.{name}": place(value) for name, value in started.items() if name not in own and value is not None}
+    for name, values in inside.items():
+        each = "; ".join(f"{value} in {', '.join(sorted(roles))}" for value, roles in sorted(values.items()))
+        facts[f"inside.{name}"] = each
+    mine = re.compile(rf"(env|inside)\.({'|'.join(map(re.escape, own))})")
+    return {
+        name: value
+        for name, value in facts.items()
+        if not mine.fullmatch(name) and not PER_PROCESS.search(name.partition(".")[2])
+    }
 
 
 def _shown(value: str | None, place: _Placeholder) -> str:

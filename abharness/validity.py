@@ -208,7 +208,7 @@ def _comparable(launches: Sequence[Launch], facts: Sequence[dict[str, str]]) -> 
     if any(launch.server_info is None for launch in launches):
         names = {name for name in names if not name.startswith(("config.", "vllm_env."))}
     if not all(any(name.startswith("module.") for name in fact) for fact in facts):
-        names = {name for name in names if not name.startswith("module.")}
+        names = {name for name in names if not name.startswith(("module.", "inside."))}
     return names
 
 

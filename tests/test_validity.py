@@ -167,13 +167,28 @@ def names(comparison: Comparison) -> list[str]:
 
 def test_a_variable_that_only_one_variants_processes_have(good: Path) -> None:
     edit(good, lambda data: [one.update(undeclared={"LEAK": "1"}) for one in every_process(data)])
+    edit(good, lambda data: [one["environ"].update(LEAK="1") for one in every_report(data)])
     assert names(compared(good)) == ["env.LEAK"]
 
 
 def test_a_variable_set_inside_one_variant_only(good: Path) -> None:
     edit(good, lambda data: [one["environ"].update(SET_BY_CODE="1") for one in every_report(data)])
-    assert names(compared(good)) == ["env.SET_BY_CODE"]
-    assert "then 1 in EngineCore" in str(compared(good).seen)
+    assert names(compared(good)) == ["inside.SET_BY_CODE"]
+    assert "1 in EngineCore" in str(compared(good).seen)
+
+
+def test_what_the_server_sets_for_itself_follows_from_declared_arguments(tmp_path: Path) -> None:
+    """torch sets variables of its own where it compiles; a wrapper's variable is still nobody's declared difference."""
+    arguments = "variants.candidate.serve_args=[--x]"
+    run = write_run(tmp_path / "run", {"baseline": SLOW, "candidate": FAST}, arguments)
+    edit(run, lambda data: data.update(argv=[*data["argv"], "--x"]), file="launch")
+    assert compared(run).codes == ()
+    edit(run, lambda data: [one["environ"].update(SET_BY_CODE="1") for one in every_report(data)])
+    assert compared(run).codes == ()
+    assert "inside.SET_BY_CODE" in str(compared(run).advice)
+    edit(run, lambda data: [one.update(undeclared={"LEAK": "1"}) for one in every_process(data)])
+    edit(run, lambda data: [one["environ"].update(LEAK="1") for one in every_report(data)])
+    assert names(compared(run)) == ["env.LEAK"]
 
 
 def test_another_build_in_one_variant(good: Path) -> None:
