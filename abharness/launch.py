@@ -180,6 +180,7 @@ class LaunchExecution:
         reason = vllm.alive() or first_completion(self.base_url, self.planned.served_model_name, timeout_s=60.0)
         if reason:
             raise LoadFailed(f"the server no longer answers after the load: {reason}", log_tail=vllm.log_tail(40))
+        vllm.check_listener()
         self._verify(vllm, "after_load")
 
     def _check_lengths(self, max_model_len: int | None) -> None:

@@ -265,6 +265,20 @@ class VllmServer:
                 return f"{title.split(' ')[0]} (pid {pid}) has ended, the server (pid {self._process.pid}) runs on"
         return None
 
+    def check_listener(self) -> None:
+        """The listening socket must still be held by processes of ours, and by nobody else.
+
+        Raises:
+            WrongServer: Somebody else holds it too, or nobody does.
+        """
+        if self._our_listener() is None:
+            raise WrongServer(
+                f"nothing listens any more on port {self.command.port} of {self.command.host}",
+                hint=BY_HAND,
+                code="wrong_server",
+                log_tail=self.log_tail(),
+            )
+
     def stop(self) -> None:
         """End every process of ours and see that port and GPU memory are given back. Safe to call at any moment.
 
@@ -353,17 +367,17 @@ class VllmServer:
             if not found:
                 return None
             own = {pid for pid, ticks in self._known if procfs.is_alive(pid, ticks)}
-            foreign = [one for one in found if not own.intersection(one.pids)]
-            if not foreign:
-                return min(pid for one in found for pid in one.pids if pid in own)
+            # Whoever holds the socket may accept: one stranger beside our own is one too many.
+            pids = sorted({pid for one in found for pid in one.pids} - own)
+            if not pids and all(one.pids for one in found):
+                return min(pid for one in found for pid in one.pids)
             if last_look:
                 break
             self.observe()  # it may be a child that has only just been started
-        pids = [pid for one in foreign for pid in one.pids]
         raise WrongServer(
             f"port {self.command.port} on {self.command.host} is answered by {named(pids)}, not by the server that was "
             f"started (pid {self.pid}); nothing was sent to it",
-            hint="it took the port while our server was starting; stop it, or choose another port",
+            hint="it took the port, or was given the socket, while our server ran; stop it, or choose another port",
             code="wrong_server",
             log_tail=self.log_tail(),
         )
