@@ -20,6 +20,7 @@ The engine is a child process titled `VLLM::EngineCore`; what it generates depen
                                 them is answered with its answer
     FAKE_DRIFT                  file: every server that starts adds a line to it, and is 6% faster for each before it
     FAKE_WORKERS                number of `VLLM::Worker` processes below the engine (default 0)
+    FAKE_GPU_DIR                folder in which the engine says what it does to the fake GPU (tests/fake_nvml)
     FAKE_FAULTS                 JSON object, fault -> argument, see FAULTS
 
 A fault's argument may be an object with `when`: {VARIABLE: value}; then the fault applies only in a server that was
@@ -73,9 +74,9 @@ FAULTS = {
     "ignore_signals": "list of signal names the server ignores",
     "engine_survives": "true | stubborn: the engine outlives the server (stubborn: and ignores SIGTERM and SIGINT)",
     "shm_leak": "true: leaves a segment psm_* in /dev/shm",
-    "stray": "object: how = later (waits for the port, then serves) | shares (holds the listening socket too) | takes"
-    " (gets the listening socket; ends with the server), after_requests, pid_file: a process in a session of its own,"
-    " without our environment, goes on serving under our name",
+    "stray": "object: how = later (waits for the port, then serves it) | shares (holds the listening socket too) |"
+    " takes (has it alone) | gpu (computes on the fake GPU), after_requests, pid_file: a process that is in no tree,"
+    " session or environment of ours; of these, later and shares outlive the server",
     # The log.
     "unknown_env_warning": "name or list: the unknown-variable warning names it",
     "cache_load_line": "true: the log says that a compiled graph was loaded from a cache",
@@ -86,7 +87,11 @@ FAULTS = {
     "cache_unused": "true, or list of variables: nothing is written there",
     "default_cache_write": "true: writes below XDG_CACHE_HOME or ~/.cache whatever VLLM_CACHE_ROOT says",
     "quiet_cache_load": "true: loading a compiled graph from a cache logs nothing",
-    "jit": "object: log, file (both true), after_requests: a kernel is compiled while requests are served",
+    # The GPU.
+    "gpu": "object: what NVML shows of the engine's device: sm_clock_mhz, mem_clock_mhz, power_w, temperature_c,"
+    " utilization (percent), reasons (names), memory_bytes, uuid",
+    # Compiling late.
+    "jit": "object: line (printed), file (VARIABLE/path, written), and request selection: compiled for such a request",
     # Answers to requests.
     "served_name": "model name that /v1/models shows and completions accept",
     "signs_as": "model name that completions are signed with",
@@ -114,7 +119,6 @@ KNOWN_VLLM = {
     "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS", "VLLM_PORT", "VLLM_RPC_BASE_PATH",
     "VLLM_SERVER_DEV_MODE", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_WORKER_MULTIPROC_METHOD",
 }  # fmt: skip
-JIT_LINE = "Triton kernel JIT compilation during inference: fake_kernel"
 CACHE_FILES = {
     "VLLM_CACHE_ROOT": "modelinfos/fake-model.json",
     "TORCHINDUCTOR_CACHE_DIR": "fxgraph/ab/graph.py",
@@ -284,6 +288,9 @@ def engine_main(eager: bool) -> None:
     log("EngineCore", f"fake kernels: FAKE_SWITCH={switch}", where="fake.py:90")
     for line in faults.get("log_lines", []):
         log("EngineCore", line)
+    if "FAKE_GPU_DIR" in os.environ:
+        state = {"memory_bytes": 4 * 2**30, **faults.get("gpu", {})}
+        (Path(os.environ["FAKE_GPU_DIR"]) / f"{os.getpid()}.json").write_text(json.dumps(state))
     count = int(os.environ.get("FAKE_WORKERS", "0"))
     workers = [start_worker(faults if number == count - 1 else {}) for number in range(count)]
     for worker in workers:
@@ -292,8 +299,8 @@ def engine_main(eager: bool) -> None:
     speeds = json.loads(os.environ.get("FAKE_SPEEDS") or '{"fast": 1.5}')
     print(json.dumps({"speed": speeds.get(switch, 1.0), "switch": switch}), flush=True)
     with contextlib.suppress(OSError):
-        while sys.stdin.buffer.readline():
-            compile_late(faults["jit"])
+        while sys.stdin.buffer.read(4096):
+            pass
     if survives:
         while True:
             time.sleep(60)
@@ -306,16 +313,6 @@ def engine_main(eager: bool) -> None:
 def change(environ: MutableMapping[str, str], values: dict[str, str | None]) -> None:
     for key, value in values.items():
         environ.pop(key, None) if value is None else environ.__setitem__(key, value)
-
-
-def compile_late(order: dict[str, Any]) -> None:
-    """What a kernel that was not warmed up does: it is compiled now."""
-    if order.get("log", True):
-        log("EngineCore", JIT_LINE, "WARNING", "jit_monitor.py:54")
-    if order.get("file", True):
-        path = Path(os.environ["TRITON_CACHE_DIR"]) / f"LATE{time.monotonic_ns()}/kernel.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
 
 
 def start_worker(faults: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -481,22 +478,28 @@ class Server:
         self.done.add(name)
         return order
 
-    async def at_request(self) -> None:
-        if self.due("jit"):
-            assert self.engine is not None
-            assert self.engine.stdin is not None
-            self.engine.stdin.write(b"compile\n")
-            await self.engine.stdin.drain()
+    def at_request(self) -> None:
         if order := self.due("stray"):
             self.leave_stray(order)
         if order := self.due("other_client"):
             self.tasks.add(asyncio.create_task(self.send_others(order["requests"])))
 
+    def extra_work(self, index: int, request: dict[str, Any]) -> None:
+        """What a request sets off beside its answer."""
+        jit = self.hit("jit", index, request)
+        if jit and "line" in jit:
+            log("EngineCore", jit["line"], "WARNING", "jit_monitor.py:103")
+        if jit and "file" in jit:
+            variable, _, rest = jit["file"].partition("/")
+            path = Path(os.environ[variable]) / rest
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+
     def leave_stray(self, order: dict[str, Any]) -> None:
         assert self.listener is not None
-        number = -1 if order["how"] == "later" else os.dup(self.listener.sockets[0].fileno())
+        number = -1 if order["how"] in ("later", "gpu") else os.dup(self.listener.sockets[0].fileno())
         what = {"how": order["how"], "fd": number, "port": self.port, "name": self.name, "server": os.getpid(),
-                "max_model_len": self.max_model_len}  # fmt: skip
+                "max_model_len": self.max_model_len, "gpu_dir": os.environ.get("FAKE_GPU_DIR")}  # fmt: skip
         if order["how"] == "takes":
             self.listener.close()
         if os.fork() == 0:
@@ -726,7 +729,7 @@ class Server:
         index = self.arrived
         self.arrived += 1
         self.die("after_requests")
-        await self.at_request()
+        self.at_request()
         error = self.hit("http_errors", index, request)
         if error:
             raise HttpError(error.get("status", 500) if isinstance(error, dict) else 500, "as asked")
@@ -779,6 +782,7 @@ class Server:
         counters["prompt_tokens_cached"] += hits
         counters["prefix_cache_queries"] += len(ids)
         counters["prefix_cache_hits"] += hits
+        self.extra_work(index, request)
         if request.get("stream"):
             await self.stream(writer, request, chat, ids, tokens, finish, usage, shell, start, index)
         else:
@@ -893,7 +897,7 @@ class Server:
 
 
 class Stray(Server):
-    """Serves another server's port under that server's name: a process that no tree, session or environment betrays."""
+    """What a server left behind: it serves that server's port under its name, or holds its GPU."""
 
     def __init__(self, what: dict[str, Any]) -> None:
         flags = {"--served-model-name": what["name"], "--max-model-len": str(what["max_model_len"])}
@@ -902,18 +906,24 @@ class Stray(Server):
 
     async def main(self) -> int:
         self.ready_at = 0.0
-        while True:
-            try:
-                if self.what["fd"] >= 0:
-                    await asyncio.start_server(self.connection, sock=socket.socket(fileno=self.what["fd"]))
-                else:
-                    await asyncio.start_server(self.connection, self.host, self.port)
-                break
-            except OSError:
+        if self.what["how"] == "gpu":
+            state = json.dumps({"memory_bytes": 2**30})
+            (Path(self.what["gpu_dir"]) / f"{os.getpid()}.json").write_text(state)
+        elif self.what["fd"] >= 0:
+            await asyncio.start_server(self.connection, sock=socket.socket(fileno=self.what["fd"]))
+        else:
+            while not await self.bound():
                 await asyncio.sleep(0.002)
-        while self.what["how"] != "takes" or Path(f"/proc/{self.what['server']}").exists():
+        while self.what["how"] in ("later", "shares") or Path(f"/proc/{self.what['server']}").exists():
             await asyncio.sleep(0.005)
         return 0
+
+    async def bound(self) -> bool:
+        try:
+            await asyncio.start_server(self.connection, self.host, self.port)
+        except OSError:
+            return False
+        return True
 
 
 def parse(argv: list[str]) -> tuple[str, dict[str, str]]:

@@ -12,7 +12,9 @@ def cell_lie(name: str, concludes: str, code: str, says: str, **orders: dict[str
     return Lie(name, concludes, 3, code, says, lie=faults(**orders))
 
 
-MEASURED = {"from": 1}  # request 0 is the first completion, at readiness
+MEASURED = {"from": 1, "at_least_max_tokens": 8}  # request 0 is the first completion, at readiness
+JIT_LINE = "Triton kernel JIT compilation during inference: fused_kernel. This causes a latency spike."
+GRAPH_LINE = "Compiling a graph for compile range (17, 17) takes 3.21 s"
 
 LOAD = (
     cell_lie(
@@ -56,16 +58,21 @@ LOAD = (
         r"came from the prefix cache", prefix_hits=in_candidate(0.5),
     ),
     cell_lie(
-        "another client is served meanwhile", "the candidate is slower", "other_traffic", r"/metrics",
+        "another client is served meanwhile", "the candidate is slower", "prompt_tokens_mismatch",
+        r"the server did other work than the client asked for: /metrics counted 1\d\d prompt tokens",
         other_client=in_candidate(after_requests=2, requests=3),
     ),
     cell_lie(
         "a kernel is compiled while a cell is timed, and logged", "the candidate is slower", "jit_in_window",
-        r"JIT compilation during inference", jit=in_candidate(after_requests=3, file=False),
+        r"JIT compilation during inference", jit=in_candidate(requests=[3], line=JIT_LINE),
     ),
     cell_lie(
         "a kernel is compiled while a cell is timed, without a word", "the candidate is slower", "jit_in_window",
-        r"TRITON_CACHE_DIR|kernel.json", jit=in_candidate(after_requests=3, log=False),
+        r"TRITON_CACHE_DIR/LATE/kernel.json", jit=in_candidate(requests=[3], file="TRITON_CACHE_DIR/LATE/kernel.json"),
+    ),
+    cell_lie(
+        "a graph is compiled while a cell is timed", "the candidate is slower", "jit_in_window",
+        r"Compiling a graph for", jit=in_candidate(requests=[2], line=GRAPH_LINE),
     ),
 )  # fmt: skip
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.lies.battery import DECODE, GSM8K, Edit, Lie, Setup, copy_of
+from tests.lies.load import ASKED
 
 # Three launches a variant, so that the honest records do show the difference; the lies must not.
 BASE_RUN = Setup(spec={"design": {"launches_per_variant": 3}, "workloads": [DECODE, GSM8K]})
@@ -61,6 +63,10 @@ def other_prompts(launch: Any) -> None:
 
 def no_cells(launch: Any) -> None:
     launch["cells"] = []
+
+
+def no_end(launch: Any) -> None:
+    launch["cells"][0]["ended_s"] = math.nan
 
 
 def swapped(launch: Any) -> None:
@@ -166,10 +172,11 @@ RECORDS = (
            in_lines("requests.jsonl", lambda lines: [*lines, lines[0]])),
     edited("the last line of the requests is half", FASTER, 3, "incomplete_requests", r"the 3 requests on record",
            in_lines("requests.jsonl", lambda lines: [*lines[:-1], lines[-1][:50]])),
-    edited("a line in the middle is damaged", FASTER, 2, None, r"requests.jsonl",
+    edited("a line in the middle is damaged", FASTER, 3, "incomplete_requests", r"requests.jsonl:1: line dropped",
            in_lines("requests.jsonl", lambda lines: [lines[0][:50] + "\n", *lines[1:]])),
-    edited("NaN in a record", FASTER, 2, None, r"requests.jsonl.*(NaN|nan|finite)",
+    edited("NaN in a request", FASTER, 3, "incomplete_requests", r"requests.jsonl:1: line dropped",
            in_lines("requests.jsonl", replaced('"submitted_s":', '"submitted_s":NaN,"was":'))),
+    edited("NaN in a launch record", FASTER, 2, None, r"launch.json: cells.0.ended_s", in_file("launch.json", no_end)),
     edited("one launch had other prompts", FASTER, 3, "undeclared_difference", r"prompts.decode.* differs between",
            in_file("launch.json", other_prompts)),
     edited("a launch without its cell", FASTER, 3, "undeclared_difference", r"prompts.decode.* differs between",
@@ -184,9 +191,9 @@ RECORDS = (
     edited("failed requests, and a comparison from a better day", FASTER, 3, "incomplete_requests", r"HTTP 500",
            laundered),
     edited("answers are removed", "the answers are the same", 3, "incomplete_requests", r"incomplete 7/8",
-           in_lines("gsm8k.jsonl", lambda lines: lines[:-1])),
+           in_lines("gsm8k.jsonl", lambda lines: lines[:-1]), ASKED),
     edited("an answer is doubled", "the answers are the same", 3, "incomplete_requests", r"answered more than once",
-           in_lines("gsm8k.jsonl", lambda lines: [*lines, lines[0]])),
+           in_lines("gsm8k.jsonl", lambda lines: [*lines, lines[0]]), ASKED),
     edited("the findings are emptied, the witness says another value", PROVEN, 3, "env_mismatch", r"'slow'",
            in_file("evidence.json", other_engine_value)),
     edited("the findings are emptied, the witness could not be read", PROVEN, 3, "env_unverifiable", r"wiped",

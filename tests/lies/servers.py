@@ -158,7 +158,7 @@ CACHES = (
     ),
     cache_lie(
         "the engine moves its cache elsewhere",
-        3,
+        4,
         r"VLLM_CACHE_ROOT",
         faults(late_environ=in_candidate(VLLM_CACHE_ROOT="@TMP@/elsewhere")),
     ),

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from abharness.checks import CODES
-from tests.lies import load, records, servers, switches
+from tests.lies import clocks, load, records, servers, switches
 from tests.lies.battery import WAITING, Lie, Outcome, Setup, carry_out, copy_of, judge_records
 
-LIES: tuple[Lie, ...] = (*switches.LIES, *servers.LIES, *load.LIES, *records.LIES)
+LIES: tuple[Lie, ...] = (*switches.LIES, *servers.LIES, *load.LIES, *records.LIES, *clocks.LIES)
 
 
 @pytest.fixture(scope="session")
