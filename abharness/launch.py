@@ -376,7 +376,7 @@ class LaunchExecution:
                 kind=type(error).__name__,
                 message=(str(error) or "interrupted") + (f"; before that: {first}" if first else ""),
                 phase=self.phase,
-                code=getattr(error, "code", None),
+                code=getattr(error, "code", None) or getattr(first, "code", None),
                 hint=getattr(error, "hint", None),
                 log_tail=log_tail,
                 command=vllm.by_hand() if isinstance(error, LaunchError) else None,

@@ -198,6 +198,7 @@ class VllmServer:
         """
         deadline = self._started + self.command.ready_timeout_s
         attempt: _Attempt | None = None
+        outcome: str | None = None
         reason = "nothing listens on the port"
         told = self._started
         while True:
@@ -205,7 +206,8 @@ class VllmServer:
             self._raise_if_dead("before it was ready")
             owner = self._our_listener()
             if owner is not None and attempt is None:
-                reason = "the first completion has not returned"
+                # What an earlier attempt was told says more than that this one has not ended.
+                reason = outcome or "the first completion has not returned"
                 attempt = _Attempt(first_completion)
             if attempt is not None and attempt.done():
                 outcome = attempt.result()
@@ -214,7 +216,8 @@ class VllmServer:
                     self.socket_owner_pid, self.ready_s = owner, attempt.ended - self._started
                     self._shared.note(pid for pid, _ in self._remaining())
                     return
-                reason, attempt = outcome or "the listening socket was closed again", None
+                outcome, attempt = outcome or "the listening socket was closed again", None
+                reason = outcome
                 time.sleep(POLL_S)
             now = time.monotonic()
             if now > deadline:

@@ -32,7 +32,43 @@ from tests.conftest import FAKE_SITE, free_port
 ROOT = Path(__file__).parent.parent.parent
 QUESTIONS = ROOT / "experiments" / "data" / "grade-school-16.jsonl"
 
-WAITING: dict[str, str] = {}
+WAITING: dict[str, str] = {
+    "the engine changes the switch after it started": "EVIDENCE",
+    "the engine changes the switch after its plugins were loaded": "EVIDENCE",
+    "the engine sets a switch that must be unset": "EVIDENCE",
+    "0 and 1 are both read as on, and nothing was asked to prove otherwise": "EVIDENCE",
+    "0 and 1 are both read as on, and the server's own account shows it": "EVIDENCE",
+    "the arguments differ and mean the same": "EVIDENCE",
+    "an argument repeats the default": "EVIDENCE",
+    "the two interpreters are one, through a symbolic link": "EVIDENCE",
+    "a wrapper fills the cache, and the server does not tell": "EVIDENCE",
+    "the default cache is written where XDG_CACHE_HOME says": "EVIDENCE",
+    "the engine moves its cache elsewhere": "EVIDENCE",
+    "a wrapper sets another variable in one variant": "EVIDENCE",
+    "a wrapper drops a variable in one variant": "EVIDENCE",
+    "a wrapper adds an argument in one variant": "EVIDENCE",
+    "a package is upgraded between the launches": "EVIDENCE",
+    "the server resolves another setting than declared": "EVIDENCE",
+    "the server reads another variable otherwise": "EVIDENCE",
+    "the findings are emptied, the witness says another value": "EVIDENCE",
+    "the findings are emptied, the witness could not be read": "EVIDENCE",
+    "the engine is not among the witnesses": "EVIDENCE",
+    "the check after the load is not on record": "EVIDENCE",
+    "the findings are emptied, the default caches were written": "EVIDENCE",
+    "the findings are emptied, the caches were not empty": "EVIDENCE",
+    "another process comes to the GPU under load": "EVIDENCE",
+    "another client is served meanwhile": "TELEMETRY",
+    "a kernel is compiled while a cell is timed, and logged": "TELEMETRY",
+    "a kernel is compiled while a cell is timed, without a word": "TELEMETRY",
+    "a graph is compiled while a cell is timed": "TELEMETRY",
+    "the clocks fall in one variant": "TELEMETRY",
+    "the memory clock falls in one variant": "TELEMETRY",
+    "the GPU is too hot": "TELEMETRY",
+    "the GPU cannot be read any more": "TELEMETRY",
+    "samples take longer than their interval": "TELEMETRY",
+    "the GPU that was looked at is not the one that works": "TELEMETRY",
+    "answers cut short in one variant": "STATS",
+}
 """Lies whose check does not exist yet, each with who builds it."""
 
 BASELINE = {"FAKE_SWITCH": None}
