@@ -225,9 +225,9 @@ SAME = (
     Lie(
         "the arguments differ and mean the same",
         "the argument makes no difference",
-        3,
-        "switch_not_recognised",
-        r"max-num-seqs",
+        2,
+        None,
+        r"the two variants do not differ",
         Setup(spec=variants({"env": {"FAKE_SWITCH": None}, "serve_args": ["--max-num-seqs", "16"]},
                             {"env": {"FAKE_SWITCH": None}, "serve_args": ["--max-num-seqs", "8"]})),
         Setup(spec=variants({}, {"serve_args": ["--max-num-seqs=16"]})),
