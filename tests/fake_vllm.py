@@ -80,13 +80,13 @@ FAULTS = {
     # The log.
     "unknown_env_warning": "name or list: the unknown-variable warning names it",
     "cache_load_line": "true: the log says that a compiled graph was loaded from a cache",
+    "quiet_cache_load": "true: the log does not say it where one is",
     "log_lines": "list of lines the engine prints",
     "plugin_api_server_only": "true, or list of plugins that are loaded in the API server only",
     "plugin_not_in_worker": "true: the last worker loads no plugin",
     # Caches.
     "cache_unused": "true, or list of variables: nothing is written there",
-    "default_cache_write": "true: writes below XDG_CACHE_HOME or ~/.cache whatever VLLM_CACHE_ROOT says",
-    "quiet_cache_load": "true: loading a compiled graph from a cache logs nothing",
+    "default_cache_write": "true: writes below ~/.cache/vllm whatever VLLM_CACHE_ROOT says",
     # The GPU.
     "gpu": "object: what NVML shows of the engine's device: sm_clock_mhz, mem_clock_mhz, power_w, temperature_c,"
     " utilization (percent), reasons (names), memory_bytes, uuid",
@@ -775,14 +775,15 @@ class Server:
         if self.hit("missing_usage", index, request):
             usage = None
         name = headers.get("x-request-id") or f"{index:08x}"
-        shell = {"id": ("chatcmpl-" if chat else "cmpl-") + name, "created": int(time.time()),
-                 "model": self.faults.get("signs_as", self.name)}  # fmt: skip
+        shell = {"id": ("chatcmpl-" if chat else "cmpl-") + name, "created": int(time.time()), "model": self.name}
         counters = self.counters
         counters["prompt_tokens"] += len(ids)
         counters["prompt_tokens_cached"] += hits
         counters["prefix_cache_queries"] += len(ids)
         counters["prefix_cache_hits"] += hits
         self.extra_work(index, request)
+        if "signs_as" in self.faults:
+            shell["model"] = self.faults["signs_as"]
         if request.get("stream"):
             await self.stream(writer, request, chat, ids, tokens, finish, usage, shell, start, index)
         else:
