@@ -148,13 +148,15 @@ def load_faults() -> dict[str, Any]:
 
 
 def drift() -> float:
+    """How fast this machine is by now, as FAKE_DRIFT has it."""
     if "FAKE_DRIFT" not in os.environ:
         return 1.0
     with Path(os.environ["FAKE_DRIFT"]).open("a+") as file:
         file.seek(0)
-        earlier = len(file.readlines())
+        factor = 1.06 ** len(file.readlines())
         file.write("started\n")
-    return 1.06**earlier
+    log("APIServer", f"fake machine: {factor:.3f} times as fast")
+    return float(factor)
 
 
 def read_switch() -> str:
@@ -519,11 +521,13 @@ class Server:
             os.close(number)
 
     async def send_others(self, count: int) -> None:
-        body = json.dumps({"model": self.name, "prompt": [9] * 20, "max_tokens": 20}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-        for _ in range(count):
+        for number in range(count):
+            first = 20000 + 100 * number
+            ask = {"model": self.name, "prompt": list(range(first, first + 20)), "max_tokens": 20}
+            body = json.dumps(ask).encode()
             reader, writer = await asyncio.open_connection(self.host, self.port)
-            writer.write(head + body)
+            head = f"POST /v1/completions HTTP/1.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
             await reader.read()
             writer.close()
 

@@ -75,11 +75,11 @@ BASELINE = {"FAKE_SWITCH": None}
 CANDIDATE = {"FAKE_SWITCH": "fast"}
 
 DECODE = {
-    "name": "decode", "kind": "decode", "input_len": 16, "output_len": 8, "max_concurrency": 1, "num_prompts": 4,
+    "name": "decode", "kind": "decode", "input_len": 16, "output_len": 4, "max_concurrency": 1, "num_prompts": 4,
     "num_warmups": 0,
 }  # fmt: skip
 GSM8K = {
-    "name": "gsm8k", "kind": "gsm8k", "num_questions": 8, "dataset": str(QUESTIONS), "max_concurrency": 4,
+    "name": "gsm8k", "kind": "gsm8k", "num_questions": 8, "dataset": str(QUESTIONS), "max_concurrency": 8,
     "max_tokens": 300,
 }  # fmt: skip
 
@@ -92,9 +92,9 @@ BASE: dict[str, Any] = {
         "env": {
             "PYTHONPATH": "@SITE@",
             "HOME": "@TMP@/home",
-            "FAKE_TPOT_S": "0.01",
+            "FAKE_TPOT_S": "0.02",
             "FAKE_ANSWERS": str(QUESTIONS),
-            "FAKE_SPEEDS": '{"fast": 2.0, "1": 2.0}',
+            "FAKE_SPEEDS": '{"fast": 1.5, "1": 1.5}',
         },
         "ready_timeout_s": 30,
     },

@@ -22,7 +22,7 @@ def devices(*shown: dict[str, Any]) -> dict[str, str]:
 # The cell takes a second: there are samples in it.
 ON_A_GPU = Setup(
     spec={**env(FAKE_GPU_DIR="@TMP@/gpu", FAKE_SPEEDS="{}"),
-          "workloads": [{**DECODE, "output_len": 16, "num_prompts": 8}]},
+          "workloads": [{**DECODE, "output_len": 16}]},
     files={"gpu/here": ""},
     outside={"PYTHONPATH": f"{ROOT / 'tests' / 'fake_nvml'}:{ROOT}", "FAKE_GPU_DIR": "@TMP@/gpu", **devices(DEVICE)},
 )  # fmt: skip

@@ -12,22 +12,22 @@ def cell_lie(name: str, concludes: str, code: str, says: str, **orders: dict[str
     return Lie(name, concludes, 3, code, says, lie=faults(**orders))
 
 
-MEASURED = {"from": 1, "at_least_max_tokens": 8}  # request 0 is the first completion, at readiness
+MEASURED = {"from": 1, "at_least_max_tokens": 4}  # request 0 is the first completion, at readiness
 JIT_LINE = "Triton kernel JIT compilation during inference: fused_kernel. This causes a latency spike."
 GRAPH_LINE = "Compiling a graph for compile range (17, 17) takes 3.21 s"
 
 LOAD = (
     cell_lie(
         "shorter outputs", "the candidate is faster", "output_tokens_mismatch", r"short outputs: 4 of 4",
-        short_outputs=in_candidate(tokens=5, at_least_max_tokens=8),
+        short_outputs=in_candidate(tokens=2, at_least_max_tokens=4),
     ),
     cell_lie(
         "one output of four is shorter", "the candidate is faster", "output_tokens_mismatch", r"short outputs: 1 of 4",
-        short_outputs=in_candidate(tokens=5, requests=[2]),
+        short_outputs=in_candidate(tokens=2, requests=[2]),
     ),
     cell_lie(
         "longer outputs", "the candidate does more tokens a second", "output_tokens_mismatch",
-        r"outputs of another length: 4 of 4", long_outputs=in_candidate(tokens=8, at_least_max_tokens=8),
+        r"outputs of another length: 4 of 4", long_outputs=in_candidate(tokens=8, at_least_max_tokens=4),
     ),
     cell_lie(
         "longer prompts", "the candidate is slower", "prompt_tokens_mismatch", r"19 prompt tokens instead of 16",
@@ -47,7 +47,7 @@ LOAD = (
     ),
     cell_lie(
         "streams that close early", "the candidate is faster", "incomplete_requests", r"1 of 4 requests failed",
-        stream_close=in_candidate(requests=[3], after_tokens=6),
+        stream_close=in_candidate(requests=[3], after_tokens=3),
     ),
     cell_lie(
         "errors that come back quickly", "the candidate is faster", "incomplete_requests", r"3 of 4 requests failed",
@@ -76,7 +76,7 @@ LOAD = (
     ),
 )  # fmt: skip
 
-ASKED = Setup(spec={"workloads": [GSM8K]})
+ASKED = Setup(spec={**env(FAKE_TPOT_S="0.001"), "workloads": [GSM8K]})
 FLOOR = Setup(spec={"workloads": [DECODE, {**GSM8K, "min_exact_match": 0.5}]})
 
 ANSWERS = (

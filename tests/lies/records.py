@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.lies.battery import DECODE, GSM8K, Edit, Lie, Setup, copy_of
+from tests.lies.battery import Edit, Lie, Setup, copy_of
 from tests.lies.load import ASKED
 
 # Three launches a variant, so that the honest records do show the difference; the lies must not.
-BASE_RUN = Setup(spec={"design": {"launches_per_variant": 3}, "workloads": [DECODE, GSM8K]})
+BASE_RUN = Setup(spec={"design": {"launches_per_variant": 3}})
 CANDIDATES = ("1-candidate", "2-candidate", "5-candidate")
 
 

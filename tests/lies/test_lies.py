@@ -13,6 +13,9 @@ from tests.lies.battery import WAITING, Lie, Outcome, Setup, carry_out, copy_of,
 
 LIES: tuple[Lie, ...] = (*switches.LIES, *servers.LIES, *load.LIES, *records.LIES, *clocks.LIES)
 
+BUSY_TRIES = 4
+"""Times that a twin is run: a machine that is busy with something else is told to be, and that is no lie."""
+
 
 @pytest.fixture(scope="session")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
@@ -22,7 +25,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 def twin(lie: Lie, told: dict[str, Outcome], factory: pytest.TempPathFactory) -> Outcome:
     key = lie.honest.key()
-    if key not in told:
+    for _ in range(BUSY_TRIES):
+        if key in told and told[key].codes != ["client_bound"]:
+            break
         told[key] = carry_out(lie.honest, factory.mktemp("honest"))
     return told[key]
 
