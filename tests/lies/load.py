@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.lies.battery import DECODE, GSM8K, Lie, Setup
-from tests.lies.switches import WRAPPED, env, faults, in_candidate, wrapped
+from tests.lies.switches import PLUGIN, WRAPPED, env, faults, in_candidate, wrapped
 
 
 def cell_lie(name: str, concludes: str, code: str, says: str, **orders: dict[str, Any]) -> Lie:
@@ -104,7 +104,24 @@ import os, sys
 if os.environ.get("FAKE_SWITCH"):
     sys.path.append("@TMP@/newer")
 """
-TORCH = {"METADATA": "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n"}
+TORCH = "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n"
+
+# The plugin brings the package into every process, as the model code does.
+UPGRADED = PLUGIN.over(
+    Setup(
+        spec={"server": {"python": "@TMP@/bin/python"}},
+        files={
+            **WRAPPED.files,
+            "site/my_kernels.py": "import torch\n\ndef register(): pass\n",
+            "site/torch/__init__.py": "__version__ = '2.10.0'\n",
+            "site/torch-2.10.0.dist-info/METADATA": TORCH.replace("2.11", "2.10"),
+        },
+    )
+)
+UPGRADE = (
+    "mv @TMP@/site/torch-2.10.0.dist-info @TMP@/site/torch-2.11.0.dist-info && "
+    "sed -i s/2.10/2.11/ @TMP@/site/torch/__init__.py @TMP@/site/torch-2.11.0.dist-info/METADATA"
+)
 
 
 def differs(name: str, says: str, honest: Setup, lie: Setup) -> Lie:
@@ -126,18 +143,12 @@ DIFFERENCES = (
     ),
     differs(
         "another package version in one variant", r"version.torch: baseline \(absent\); candidate '2.11.0'",
-        Setup(spec=env(PYTHONPATH="@TMP@/site:@SITE@"), files={"newer/torch-2.11.0.dist-info/METADATA": TORCH["METADATA"]}),
+        Setup(spec=env(PYTHONPATH="@TMP@/site:@SITE@"), files={"newer/torch-2.11.0.dist-info/METADATA": TORCH}),
         Setup(files={"site/sitecustomize.py": SITECUSTOMIZE}),
     ),
     differs(
-        "a package is upgraded between the launches", r"torch",
-        Setup(
-            spec={**env(PYTHONPATH="@TMP@/site:@SITE@"), "server": {
-                "python": "@TMP@/bin/python", "env": {"PYTHONPATH": "@TMP@/site:@SITE@"},
-            }},
-            files={**WRAPPED.files, "newer/torch-2.11.0.dist-info/METADATA": TORCH["METADATA"]},
-        ),
-        wrapped('mkdir -p @TMP@/site\n[ -n "$FAKE_SWITCH" ] && cp -r @TMP@/newer/torch-2.11.0.dist-info @TMP@/site/'),
+        "a package is upgraded between the launches", r"torch", UPGRADED,
+        wrapped(f"[ -n \"$FAKE_SWITCH\" ] && {{ {UPGRADE}; }}"),
     ),
     differs(
         "the server resolves another setting than declared", r"max_num_batched_tokens", Setup(),
