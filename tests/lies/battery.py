@@ -241,8 +241,11 @@ def carry_out(setup: Setup, folder: Path) -> Outcome:
         if name.startswith("bin/"):
             path.chmod(0o755)
     for name, target in setup.links.items():
-        Path(filled(target)).mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to(filled(target))
+        link, aim = folder / name, Path(filled(target))
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not aim.exists():
+            aim.mkdir(parents=True)
+        link.symlink_to(aim)
     spec = merged(BASE, setup.spec)
     if setup.faults:
         spec = merged(spec, {"server": {"env": {"FAKE_FAULTS": json.dumps(setup.faults)}}})

@@ -109,7 +109,7 @@ TORCH = "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n"
 # The plugin brings the package into every process, as the model code does.
 UPGRADED = PLUGIN.over(
     Setup(
-        spec={"server": {"python": "@TMP@/bin/python"}},
+        spec={"server": {"python": "@TMP@/bin/python", "env": {"VLLM_PLUGINS": None}}},
         files={
             **WRAPPED.files,
             "site/my_kernels.py": "import torch\n\ndef register(): pass\n",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
-from tests.lies.battery import CANDIDATE, Lie, Setup
+from tests.lies.battery import CANDIDATE, Lie, Setup, merged
 
 
 def env(**values: str | None) -> dict[str, Any]:
@@ -181,7 +183,7 @@ NOT_READ = (
         "the switch makes no difference",
         3,
         "truthiness_risk",
-        r"FAKE_SWITCH differs only as '0' against '1'",
+        r"^truthiness_risk: .*FAKE_SWITCH differs only as",
         FLAGS_LOGGED,
         TRUTHINESS.over(Setup(spec={"verify": {"expect_log": {"baseline": [], "candidate": []}}})),
     ),
@@ -199,11 +201,34 @@ NOT_READ = (
         "the switch makes no difference",
         3,
         "truthiness_risk",
-        r"VLLM_FAKE_SWITCH differs only as '0' against '1'",
+        r"^truthiness_risk: .*VLLM_FAKE_SWITCH differs only as",
         KNOWN_FLAGS,
         TRUTHINESS,
     ),
 )
+
+
+def environment(name: str, site: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Files and links of a virtual environment of this name that has what is in a folder."""
+    base = Path(sys.base_prefix) / "bin" / "python3"
+    packages = f"{name}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+    files = {f"{name}/pyvenv.cfg": f"home = {base.parent}\n", f"{packages}/build.pth": f"{site}\n"}
+    return files, {f"{name}/bin/python": str(base)}
+
+
+ONE, TWO = environment("one", "@SITE@"), environment("two", "@TMP@/newer")
+TWO_BUILDS = Setup(
+    spec=merged(
+        env(PYTHONPATH="@TMP@/nothing", FAKE_SWITCH=None),
+        variants({"env": {"FAKE_SWITCH": None}, "python": "@TMP@/one"},
+                 {"env": {"FAKE_SWITCH": None}, "python": "@TMP@/two"}),
+    ),
+    files={
+        **ONE[0], **TWO[0],
+        "newer/vllm-0.33.0+fake.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0+fake\n",
+    },
+    links={**ONE[1], **TWO[1], "newer/vllm": "@SITE@/vllm"},
+)  # fmt: skip
 
 SAME = (
     Lie(
@@ -245,17 +270,11 @@ SAME = (
     Lie(
         "the two interpreters are one, through a symbolic link",
         "the other build makes no difference",
-        2,
-        None,
-        r"same",
-        Setup(
-            spec=variants({"env": {"FAKE_SWITCH": None}},
-                          {"env": {"FAKE_SWITCH": None}, "python": "@TMP@/bin/other"}),
-            files={"bin/other": wrapper("# another build")},
-        ),
-        Setup(
-            spec=variants({"python": "@TMP@/bin/other"}, {"python": "@TMP@/new/other"}), links={"new": "@TMP@/bin"}
-        ),
+        3,
+        "switch_not_recognised",
+        r"the two interpreters bring the same vLLM",
+        TWO_BUILDS,
+        Setup(spec=variants({}, {"python": "@TMP@/again"}), links={"again": "@TMP@/one"}),
     ),
 )  # fmt: skip
 

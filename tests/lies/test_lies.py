@@ -66,7 +66,7 @@ def test_the_lie_is_told_apart(
 ) -> None:
     outcome = outcome_of(lie, told, tmp_path, tmp_path_factory)
     assert (outcome.exit_code, outcome.left) == (lie.exit_code, []), outcome.text
-    assert re.search(lie.says, outcome.text), outcome.text
+    assert re.search(lie.says, outcome.text, re.MULTILINE), outcome.text
     if lie.code is not None:
         assert lie.code in outcome.codes, outcome.text
         assert CODES[lie.code].invalidates
