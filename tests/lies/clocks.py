@@ -26,7 +26,7 @@ ON_A_GPU = Setup(
     files={"gpu/here": ""},
     outside={"PYTHONPATH": f"{ROOT / 'tests' / 'fake_nvml'}:{ROOT}", "FAKE_GPU_DIR": "@TMP@/gpu", **devices(DEVICE)},
 )  # fmt: skip
-ON_ONE_OF_TWO = ON_A_GPU.over(Setup(outside={**devices(DEVICE, OTHER), "CUDA_VISIBLE_DEVICES": "GPU-11111111"}))
+ON_ONE_OF_TWO = Setup(outside={**devices(DEVICE, OTHER), "CUDA_VISIBLE_DEVICES": "GPU-11111111"}).over(ON_A_GPU)
 
 
 def gpu_lie(name: str, code: str, says: str, lie: Setup, exit_code: int = 3, honest: Setup = ON_A_GPU) -> Lie:

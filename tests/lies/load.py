@@ -107,17 +107,15 @@ if os.environ.get("FAKE_SWITCH"):
 TORCH = "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n"
 
 # The plugin brings the package into every process, as the model code does.
-UPGRADED = PLUGIN.over(
-    Setup(
-        spec={"server": {"python": "@TMP@/bin/python", "env": {"VLLM_PLUGINS": None}}},
-        files={
-            **WRAPPED.files,
-            "site/my_kernels.py": "import torch\n\ndef register(): pass\n",
-            "site/torch/__init__.py": "__version__ = '2.10.0'\n",
-            "site/torch-2.10.0.dist-info/METADATA": TORCH.replace("2.11", "2.10"),
-        },
-    )
-)
+UPGRADED = Setup(
+    spec={"server": {"python": "@TMP@/bin/python", "env": {"VLLM_PLUGINS": None}}},
+    files={
+        **WRAPPED.files,
+        "site/my_kernels.py": "import torch\n\ndef register(): pass\n",
+        "site/torch/__init__.py": "__version__ = '2.10.0'\n",
+        "site/torch-2.10.0.dist-info/METADATA": TORCH.replace("2.11", "2.10"),
+    },
+).over(PLUGIN)
 UPGRADE = (
     "mv @TMP@/site/torch-2.10.0.dist-info @TMP@/site/torch-2.11.0.dist-info && "
     "sed -i s/2.10/2.11/ @TMP@/site/torch/__init__.py @TMP@/site/torch-2.11.0.dist-info/METADATA"
