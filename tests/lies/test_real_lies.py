@@ -17,7 +17,8 @@ from abharness.cli import main
 from abharness.environments import resolve_python
 from abharness.record import Evidence
 from abharness.storage import read_model
-from tests.lies.battery import Outcome, judged, left_in, merged
+from tests.lies.battery import Outcome, judged, merged
+from tests.test_run import leftovers
 
 pytestmark = pytest.mark.real
 
@@ -89,7 +90,7 @@ def tell(folder: Path, python: Path, over: dict[str, Any], *, dropped: str = "",
 def seen(outcome: Outcome, code: str) -> str:
     """Everything that was found under a code, in a lie that ended the run in its first launch."""
     assert outcome.comparison is not None
-    assert (outcome.exit_code, outcome.left) == (4, [])
+    assert (outcome.exit_code, leftovers()) == (4, [])
     assert outcome.run is not None
     assert [path.name for path in (outcome.run / "launches").iterdir()] == ["0-baseline"]
     assert not (outcome.run / "launches" / "0-baseline" / "requests.jsonl").exists()
@@ -101,7 +102,7 @@ def seen(outcome: Outcome, code: str) -> str:
 def test_the_honest_twin_passes(tmp_path: Path, cpu_python: Path) -> None:
     outcome = tell(tmp_path, cpu_python, {})
     assert (outcome.exit_code, outcome.codes) == (0, [])
-    assert left_in(tmp_path) == []
+    assert leftovers() == []
     assert outcome.run is not None
     evidence = read_model(outcome.run / "launches" / "0-baseline" / "evidence.json", Evidence)
     for check in evidence.environment:
