@@ -103,7 +103,7 @@ FAULTS = {
     "http_errors": "object: status (500), and request selection",
     "stream_error": "object: after_tokens (1), and request selection: an error event inside the stream",
     "stream_close": "object: after_tokens (1), and request selection: the connection closes early",
-    "short_outputs": "object: tokens, and request selection: ends there with finish_reason stop",
+    "short_outputs": "object: tokens, and request selection: ends there with finish_reason stop; claims: what usage says",
     "long_outputs": "object: tokens, and request selection: so many tokens more than asked",
     "extra_prompt_tokens": "number added to usage.prompt_tokens",
     "missing_usage": "true, or request selection: no usage",
@@ -769,10 +769,10 @@ class Server:
         hits = round(max(hits, float(self.faults.get("prefix_hits", 0)) * len(ids)))
         usage: dict[str, Any] | None = {
             "prompt_tokens": len(ids) + int(self.faults.get("extra_prompt_tokens", 0)),
-            "completion_tokens": len(tokens),
+            "completion_tokens": int(short["claims"]) if short and "claims" in short else len(tokens),
         }
         assert usage is not None
-        usage["total_tokens"] = usage["prompt_tokens"] + len(tokens)
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
         usage["prompt_tokens_details"] = (
             {"cached_tokens": hits} if "--enable-prompt-tokens-details" in self.flags else None
         )

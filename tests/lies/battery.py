@@ -57,6 +57,7 @@ WAITING: dict[str, str] = {
     "the findings are emptied, the default caches were written": "EVIDENCE",
     "the findings are emptied, the caches were not empty": "EVIDENCE",
     "another process comes to the GPU under load": "EVIDENCE",
+    "shorter outputs, and usage claims the length that was asked": "TELEMETRY",
     "another client is served meanwhile": "TELEMETRY",
     "a kernel is compiled while a cell is timed, and logged": "TELEMETRY",
     "a kernel is compiled while a cell is timed, without a word": "TELEMETRY",
@@ -68,6 +69,7 @@ WAITING: dict[str, str] = {
     "samples take longer than their interval": "TELEMETRY",
     "the GPU that was looked at is not the one that works": "TELEMETRY",
     "answers cut short in one variant": "STATS",
+    "all of one variant were run again the day after": "STATS",
 }
 """Lies whose check does not exist yet, each with who builds it."""
 

@@ -26,6 +26,11 @@ LOAD = (
         short_outputs=in_candidate(tokens=2, requests=[2]),
     ),
     cell_lie(
+        "shorter outputs, and usage claims the length that was asked", "the candidate is faster",
+        "output_tokens_mismatch", r"/metrics counted 8 output tokens, the client 16 in 4 requests",
+        short_outputs=in_candidate(tokens=2, claims=4, at_least_max_tokens=4),
+    ),
+    cell_lie(
         "longer outputs", "the candidate does more tokens a second", "output_tokens_mismatch",
         r"outputs of another length: 4 of 4", long_outputs=in_candidate(tokens=8, at_least_max_tokens=4),
     ),

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,10 @@ def no_cells(launch: Any) -> None:
 
 def no_end(launch: Any) -> None:
     launch["cells"][0]["ended_s"] = math.nan
+
+
+def a_day_later(launch: Any) -> None:
+    launch["started_at"] = (datetime.fromisoformat(launch["started_at"]) + timedelta(days=1)).isoformat()
 
 
 def swapped(launch: Any) -> None:
@@ -183,6 +188,8 @@ RECORDS = (
            in_file("launch.json", no_cells)),
     edited("the client was at its limit", FASTER, 3, "client_bound", r"the client used 0.97 of a core",
            in_file("launch.json", busy_client)),
+edited("all of one variant were run again the day after", FASTER, 3, "order_confounded", r"order_confounded",
+           in_file("launch.json", a_day_later, CANDIDATES)),
     edited("a launch changes sides", FASTER, 4, "launch_failed", r"2 of 3 planned candidate launches",
            in_file("launch.json", swapped)),
     edited("a launch is counted twice", FASTER, 2, None, r"same launch|sentinel", counted_twice),
@@ -223,7 +230,7 @@ DRIFT = Setup(
 )
 ORDER = (
     Lie("all of one variant before the other, under drift", FASTER, 3, "order_confounded",
-        r"every baseline launch came before every candidate launch", DRIFT,
+        r"design\.order is ab", DRIFT,
         Setup(spec={"design": {"order": "ab"}})),
 )  # fmt: skip
 
