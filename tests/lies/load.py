@@ -94,8 +94,8 @@ ANSWERS = (
         r"candidate answers 0 of 8 right \(0%\), the floor is 50%", FLOOR, faults(answers=in_candidate(wrong=True)),
     ),
     Lie(
-        "answers cut short in one variant", "the candidate answers worse", 3, "accuracy_truncated",
-        r"8 of 8 answers hit the token limit", ASKED, faults(answers=in_candidate(truncated=True)),
+        "answers cut short in one variant", "the candidate answers worse", 3, "truncation_differs",
+        r"truncation_differs: .*baseline 0 of 8, candidate 8 of 8", ASKED, faults(answers=in_candidate(truncated=True)),
     ),
     Lie(
         "answers that are errors", "the candidate answers worse", 3, "incomplete_requests",
