@@ -262,7 +262,7 @@ SAME = (
         "the argument makes no difference",
         3,
         "switch_not_recognised",
-        r"max-num-seqs",
+        r"^switch_not_recognised: .*argument",
         Setup(spec=variants({"env": {"FAKE_SWITCH": None}},
                             {"env": {"FAKE_SWITCH": None}, "serve_args": ["--max-num-seqs", "8"]})),
         Setup(spec=variants({}, {"serve_args": ["--max-num-seqs", "256"]})),
