@@ -56,7 +56,7 @@ WAITING: dict[str, str] = {
     "the check after the load is not on record": "EVIDENCE",
     "the findings are emptied, the default caches were written": "EVIDENCE",
     "the findings are emptied, the caches were not empty": "EVIDENCE",
-    "another process comes to the GPU under load": "EVIDENCE",
+    "another process comes to the GPU under load": "TELEMETRY",
     "shorter outputs, and usage claims the length that was asked": "TELEMETRY",
     "another client is served meanwhile": "TELEMETRY",
     "a kernel is compiled while a cell is timed, and logged": "TELEMETRY",

@@ -19,10 +19,10 @@ def devices(*shown: dict[str, Any]) -> dict[str, str]:
     return {"FAKE_NVML": json.dumps(shown)}
 
 
-# The cell takes a second: there are samples in it.
+# The cell takes most of a second: there are samples in it.
 ON_A_GPU = Setup(
     spec={**env(FAKE_GPU_DIR="@TMP@/gpu", FAKE_SPEEDS="{}"),
-          "workloads": [{**DECODE, "output_len": 16}]},
+          "workloads": [{**DECODE, "output_len": 20, "num_prompts": 2}]},
     files={"gpu/here": ""},
     outside={"PYTHONPATH": f"{ROOT / 'tests' / 'fake_nvml'}:{ROOT}", "FAKE_GPU_DIR": "@TMP@/gpu", **devices(DEVICE)},
 )  # fmt: skip
@@ -67,6 +67,6 @@ LIES = (
     ),
     gpu_lie(
         "another process comes to the GPU under load", "foreign_gpu_process", r"outside the verified process tree",
-        faults(stray=in_candidate(how="gpu", after_requests=3, pid_file="@TMP@/gpu.pid")), 4,
+        faults(stray=in_candidate(how="gpu", after_requests=2, pid_file="@TMP@/gpu.pid")), 4,
     ),
 )  # fmt: skip
