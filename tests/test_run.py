@@ -206,6 +206,22 @@ def test_a_failed_launch_says_where_why_and_how_to_start_it_by_hand(tmp_path: Pa
     assert "serve some/model" in (failed.error.command or "")
 
 
+def test_a_launch_that_fails_twice_is_told_under_the_first_code(tmp_path: Path) -> None:
+    pid_file = tmp_path / "stray.pid"
+    baseline = {"when": {"FAKE_SWITCH": None}}
+    # The first completion is the one at readiness.
+    stray = {**baseline, "how": "later", "after_requests": 1, "pid_file": str(pid_file)}
+    try:
+        assert run(tmp_path, *QUICK, stray=stray, child_env={**baseline, "FAKE_SWITCH": "slow"}) == 4
+        (failed,) = launches(tmp_path)
+        assert failed.error is not None
+        assert (failed.error.kind, failed.error.code) == ("TeardownError", "env_mismatch")
+        assert "is still open, held by pid" in failed.error.message
+        assert "before that: FAKE_SWITCH: expected unset" in failed.error.message
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
 def test_d1_d4_several_tokens_a_chunk_and_empty_chunks_change_no_count(tmp_path: Path) -> None:
     assert run(tmp_path, "--only", "decode", tokens_per_chunk=3, empty_chunks=True) == 0
     path = next(run_dir(tmp_path).glob("launches/0-*/requests.jsonl"))

@@ -94,7 +94,7 @@ BASE: dict[str, Any] = {
         "env": {
             "PYTHONPATH": "@SITE@",
             "HOME": "@TMP@/home",
-            "FAKE_TPOT_S": "0.02",
+            "FAKE_TPOT_S": "0.012",
             "FAKE_ANSWERS": str(QUESTIONS),
             "FAKE_SPEEDS": '{"fast": 1.5, "1": 1.5}',
         },

@@ -21,7 +21,7 @@ def devices(*shown: dict[str, Any]) -> dict[str, str]:
 
 # The cell takes most of a second: there are samples in it.
 ON_A_GPU = Setup(
-    spec={**env(FAKE_GPU_DIR="@TMP@/gpu", FAKE_SPEEDS="{}"),
+    spec={**env(FAKE_GPU_DIR="@TMP@/gpu", FAKE_SPEEDS="{}", FAKE_TPOT_S="0.02"),
           "workloads": [{**DECODE, "output_len": 20, "num_prompts": 2}]},
     files={"gpu/here": ""},
     outside={"PYTHONPATH": f"{ROOT / 'tests' / 'fake_nvml'}:{ROOT}", "FAKE_GPU_DIR": "@TMP@/gpu", **devices(DEVICE)},
