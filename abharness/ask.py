@@ -149,7 +149,8 @@ def first_completion(base_url: str, served_model: str, timeout_s: float) -> str 
             response = client.completions.with_raw_response.create(
                 model=served_model, prompt="One", max_tokens=1, temperature=0
             )
-        reply = _reply(json.loads(response.http_response.content), chat=False)
+        payload = json.loads(response.http_response.content)
+        reply = _reply(payload, chat=False)
     except (openai.OpenAIError, ValueError) as error:
         return _describe(error)
     except LoadFailed as error:
@@ -158,6 +159,9 @@ def first_completion(base_url: str, served_model: str, timeout_s: float) -> str 
         return reply.error
     if not reply.output_tokens:
         return "the completion came back without a token"
+    signed = _mapping(payload).get("model")
+    if signed != served_model:
+        return f"the completion is signed {_storable(str(signed))}, not {served_model}"
     return None
 
 

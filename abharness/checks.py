@@ -141,6 +141,10 @@ CODES: dict[str, Code] = {
         "add verify.expect_log with a line that only the switched server logs",
         invalidates=False,
     ),
+    "truncation_differs": Code(
+        "answers were cut at max_tokens in one variant more than in the other: which is better is not known",
+        "raise max_tokens",
+    ),
     "accuracy_truncated": Code(
         "answers were cut at max_tokens and are neither right nor wrong", "raise max_tokens", invalidates=False
     ),

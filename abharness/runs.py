@@ -224,6 +224,12 @@ def read_run(path: Path) -> Run:
                     f"{below}: configuration {launch.record.config_hash} in a run of {record.config_hash}",
                     hint="this launch belongs to another run; move it out",
                 )
+            twin = next((one for one in launches if one.record.sentinel == launch.record.sentinel), None)
+            if twin is not None:
+                raise RecordError(
+                    f"{below} and {twin.path} are the same launch ({launch.record.sentinel})",
+                    hint="one launch is one observation: move the copy out",
+                )
             launches.append(launch)
             warnings += launch.warnings
         elif below.is_dir():

@@ -198,6 +198,7 @@ class VllmServer:
         """
         deadline = self._started + self.command.ready_timeout_s
         attempt: _Attempt | None = None
+        outcome: str | None = None
         reason = "nothing listens on the port"
         told = self._started
         while True:
@@ -205,7 +206,8 @@ class VllmServer:
             self._raise_if_dead("before it was ready")
             owner = self._our_listener()
             if owner is not None and attempt is None:
-                reason = "the first completion has not returned"
+                # What an earlier attempt was told says more than that this one has not ended.
+                reason = outcome or "the first completion has not returned"
                 attempt = _Attempt(first_completion)
             if attempt is not None and attempt.done():
                 outcome = attempt.result()
@@ -214,7 +216,8 @@ class VllmServer:
                     self.socket_owner_pid, self.ready_s = owner, attempt.ended - self._started
                     self._shared.note(pid for pid, _ in self._remaining())
                     return
-                reason, attempt = outcome or "the listening socket was closed again", None
+                outcome, attempt = outcome or "the listening socket was closed again", None
+                reason = outcome
                 time.sleep(POLL_S)
             now = time.monotonic()
             if now > deadline:
@@ -264,6 +267,20 @@ class VllmServer:
             if title.startswith(procfs.ENGINE_TITLE) and not procfs.is_alive(pid, ticks):
                 return f"{title.split(' ')[0]} (pid {pid}) has ended, the server (pid {self._process.pid}) runs on"
         return None
+
+    def check_listener(self) -> None:
+        """The listening socket must still be held by processes of ours, and by nobody else.
+
+        Raises:
+            WrongServer: Somebody else holds it too, or nobody does.
+        """
+        if self._our_listener() is None:
+            raise WrongServer(
+                f"nothing listens any more on port {self.command.port} of {self.command.host}",
+                hint=BY_HAND,
+                code="wrong_server",
+                log_tail=self.log_tail(),
+            )
 
     def stop(self) -> None:
         """End every process of ours and see that port and GPU memory are given back. Safe to call at any moment.
@@ -353,17 +370,17 @@ class VllmServer:
             if not found:
                 return None
             own = {pid for pid, ticks in self._known if procfs.is_alive(pid, ticks)}
-            foreign = [one for one in found if not own.intersection(one.pids)]
-            if not foreign:
-                return min(pid for one in found for pid in one.pids if pid in own)
+            # Whoever holds the socket may accept: one stranger beside our own is one too many.
+            pids = sorted({pid for one in found for pid in one.pids} - own)
+            if not pids and all(one.pids for one in found):
+                return min(pid for one in found for pid in one.pids)
             if last_look:
                 break
             self.observe()  # it may be a child that has only just been started
-        pids = [pid for one in foreign for pid in one.pids]
         raise WrongServer(
             f"port {self.command.port} on {self.command.host} is answered by {named(pids)}, not by the server that was "
             f"started (pid {self.pid}); nothing was sent to it",
-            hint="it took the port while our server was starting; stop it, or choose another port",
+            hint="it took the port, or was given the socket, while our server ran; stop it, or choose another port",
             code="wrong_server",
             log_tail=self.log_tail(),
         )

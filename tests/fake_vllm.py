@@ -3,16 +3,22 @@
 
     python fake_vllm.py serve MODEL --host 127.0.0.1 --port 8000 --served-model-name NAME [vLLM flags]
 
+    python fake_vllm.py stray JSON     a process that some server left behind, see Stray
+
 With `tests/fake_site` on PYTHONPATH, `python -m vllm.entrypoints.cli.main serve MODEL ...` runs it too.
 
 The engine is a child process titled `VLLM::EngineCore`; what it generates depends on *its own* environment. Variables:
 
     FAKE_SWITCH                 the switch under test; how fast the engine is depends on it
+    VLLM_FAKE_SWITCH            the same under a name that the server knows; it comes first
+    FAKE_READS                  how the engine reads the switch: exact (default); truthiness: anything but the empty
+                                text is "fast"; nothing: not at all
     FAKE_SPEEDS                 JSON, switch value -> speed factor; default {"fast": 1.5}
     FAKE_TPOT_S                 seconds an output token (default 0.0002)
     FAKE_PREFILL_S_PER_TOKEN    seconds a prompt token that is not in the prefix cache (default 0.000002)
     FAKE_ANSWERS                JSON lines with `question` and `answer`; a prompt whose last known question is one of
                                 them is answered with its answer
+    FAKE_DRIFT                  file: every server that starts adds a line to it, and is 6% faster for each before it
     FAKE_WORKERS                number of `VLLM::Worker` processes below the engine (default 0)
     FAKE_GPU_DIR                folder in which the engine says what it does to the fake GPU (tests/fake_nvml)
     FAKE_FAULTS                 JSON object, fault -> argument, see FAULTS
@@ -37,8 +43,10 @@ import json  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
 import signal  # noqa: E402
+import socket  # noqa: E402
 import subprocess  # noqa: E402
 import zlib  # noqa: E402
+from collections.abc import MutableMapping  # noqa: E402
 from importlib.metadata import entry_points  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -51,7 +59,9 @@ FAULTS = {
     # The environment the engine shows or has.
     "wipe_environ": "all | prefix | middle | tail | title: the engine overwrites its environment block so",
     "child_env": "object: the engine is spawned with these values (null: without them)",
+    "worker_env": "object: the last worker is spawned with these values (null: without them)",
     "late_environ": "object: the engine sets os.environ so after it started, before it reads the switch",
+    "later_environ": "object: the same after its plugins are loaded",
     # Starting.
     "slow_start_s": "seconds before anything listens",
     "health_before_ready_s": "listens at once, /health and /v1/models answer, completions only after these seconds",
@@ -64,11 +74,16 @@ FAULTS = {
     "ignore_signals": "list of signal names the server ignores",
     "engine_survives": "true | stubborn: the engine outlives the server (stubborn: and ignores SIGTERM and SIGINT)",
     "shm_leak": "true: leaves a segment psm_* in /dev/shm",
+    "stray": "object: how = later (waits for the port, then serves it) | shares (holds the listening socket too) |"
+    " takes (has it alone) | gpu (computes on the fake GPU), after_requests, pid_file: a process that is in no tree,"
+    " session or environment of ours; of these, only later outlives the server",
     # The log.
     "unknown_env_warning": "name or list: the unknown-variable warning names it",
     "cache_load_line": "true: the log says that a compiled graph was loaded from a cache",
+    "quiet_cache_load": "true: the log does not say it where one is",
     "log_lines": "list of lines the engine prints",
     "plugin_api_server_only": "true, or list of plugins that are loaded in the API server only",
+    "plugin_not_in_worker": "true: the last worker loads no plugin",
     # Caches.
     "cache_unused": "true, or list of variables: nothing is written there",
     "default_cache_write": "true: writes below ~/.cache/vllm whatever VLLM_CACHE_ROOT says",
@@ -83,12 +98,17 @@ FAULTS = {
     "counters_late_s": "seconds after which /metrics shows what was counted",
     # Answers to requests.
     "served_name": "model name that /v1/models shows and completions accept",
+    "signs_as": "model name that completions are signed with",
+    "config": "object: dotted key -> value, over the vllm_config of /server_info",
+    "vllm_env": "object: name -> value, over the vllm_env of /server_info",
+    "other_client": "object: after_requests, requests: another client sends so many completions at that time",
     "no_metrics": "true: /metrics is 404",
     "prefix_hits": "number: share of prompt tokens counted as prefix-cache hits",
     "http_errors": "object: status (500), and request selection",
     "stream_error": "object: after_tokens (1), and request selection: an error event inside the stream",
     "stream_close": "object: after_tokens (1), and request selection: the connection closes early",
-    "short_outputs": "object: tokens, and request selection: ends there with finish_reason stop",
+    "short_outputs": "object: tokens, and request selection: ends there with finish_reason stop; claims: what usage says",
+    "long_outputs": "object: tokens, and request selection: so many tokens more than asked",
     "extra_prompt_tokens": "number added to usage.prompt_tokens",
     "missing_usage": "true, or request selection: no usage",
     "tokens_per_chunk": "number of tokens a stream chunk carries",
@@ -98,7 +118,8 @@ FAULTS = {
 }
 KNOWN_VLLM = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_CPU_KVCACHE_SPACE",
-    "VLLM_CPU_OMP_THREADS_BIND", "VLLM_DO_NOT_TRACK", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_HOST_IP",
+    "VLLM_CPU_OMP_THREADS_BIND", "VLLM_DO_NOT_TRACK", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_FAKE_SWITCH",
+    "VLLM_HOST_IP",
     "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS", "VLLM_PORT", "VLLM_RPC_BASE_PATH",
     "VLLM_SERVER_DEV_MODE", "VLLM_USE_FLASHINFER_SAMPLER", "VLLM_WORKER_MULTIPROC_METHOD",
 }  # fmt: skip
@@ -130,9 +151,31 @@ def load_faults() -> dict[str, Any]:
     return active
 
 
+def drift() -> float:
+    """How fast this machine is by now, as FAKE_DRIFT has it."""
+    if "FAKE_DRIFT" not in os.environ:
+        return 1.0
+    with Path(os.environ["FAKE_DRIFT"]).open("a+") as file:
+        file.seek(0)
+        factor = 1.06 ** len(file.readlines())
+        file.write("started\n")
+    log("APIServer", f"fake machine: {factor:.3f} times as fast")
+    return float(factor)
+
+
+def read_switch() -> str:
+    """What this process makes of the switch."""
+    given = os.environ.get("VLLM_FAKE_SWITCH", os.environ.get("FAKE_SWITCH", ""))
+    how = os.environ.get("FAKE_READS", "exact")
+    if how == "exact":
+        return given
+    return "fast" if how == "truthiness" and given else ""
+
+
 def log(role: str, text: str, level: str = "INFO", where: str = "fake_vllm.py:1") -> None:
     stamp = time.strftime("%m-%d %H:%M:%S")
-    print(f"({role} pid={os.getpid()}) {level} {stamp} [{where}] {text}", file=sys.stderr, flush=True)
+    # In one piece: lines of processes that start at the same time must not run into each other.
+    os.write(2, f"({role} pid={os.getpid()}) {level} {stamp} [{where}] {text}\n".encode())
 
 
 def load_plugins(role: str, skip: set[str]) -> None:
@@ -202,7 +245,8 @@ def write_caches(faults: dict[str, Any], eager: bool) -> str | None:
             path = Path(os.environ[variable]) / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("{}")
-    home = Path(os.environ.get("HOME", "/nonexistent")) / ".cache/vllm"
+    above = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '/nonexistent')}/.cache"
+    home = Path(above) / "vllm"
     if faults.get("default_cache_write"):
         (home / "torch_compile_cache/stray").mkdir(parents=True, exist_ok=True)
         (home / "torch_compile_cache/stray/graph.py").write_text("{}")
@@ -213,10 +257,11 @@ def write_caches(faults: dict[str, Any], eager: bool) -> str | None:
     log("EngineCore", "Dynamo bytecode transform time: 0.01 s", where="backends.py:1148")
     graph = compiled / "graph.json"
     if graph.exists():
-        log("EngineCore", CACHE_LOAD_LINE, where="backends.py:292")
+        if not faults.get("quiet_cache_load"):
+            log("EngineCore", CACHE_LOAD_LINE, where="backends.py:292")
         return str(json.loads(graph.read_text()))
     compiled.mkdir(parents=True)
-    graph.write_text(json.dumps(os.environ.get("FAKE_SWITCH", "")))
+    graph.write_text(json.dumps(read_switch()))
     log("EngineCore", "Compiling a graph for compile range (1, 2048) takes 0.01 s", where="backends.py:305")
     return None
 
@@ -235,28 +280,26 @@ def engine_main(eager: bool) -> None:
     if survives == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rename_process("VLLM::EngineCore", faults.get("wipe_environ"))
-    for key, value in faults.get("late_environ", {}).items():
-        os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
+    change(os.environ, faults.get("late_environ", {}))
     only = faults.get("plugin_api_server_only", [])
     names = {plugin.name for plugin in entry_points(group="vllm.general_plugins")}
     load_plugins("EngineCore", names if only is True else set(only))
+    change(os.environ, faults.get("later_environ", {}))
     log("EngineCore", f"Initializing a V1 LLM engine (v{VERSION}) with config: model='fake', dtype=torch.float32, "
         f"enforce_eager={eager}, enable_prefix_caching=True", where="core.py:107")  # fmt: skip
     log("EngineCore", "Using FAKE_ATTN backend.", where="fake.py:88")
     baked = write_caches(faults, eager)
     if faults.get("cache_load_line"):
         log("EngineCore", CACHE_LOAD_LINE, where="backends.py:292")
-    switch = os.environ.get("FAKE_SWITCH", "") if baked is None else baked
+    switch = read_switch() if baked is None else baked
     log("EngineCore", f"fake kernels: FAKE_SWITCH={switch}", where="fake.py:90")
     for line in faults.get("log_lines", []):
         log("EngineCore", line)
     if "FAKE_GPU_DIR" in os.environ:
         state = {"memory_bytes": 4 * 2**30, **faults.get("gpu", {})}
         (Path(os.environ["FAKE_GPU_DIR"]) / f"{os.getpid()}.json").write_text(json.dumps(state))
-    workers = [
-        subprocess.Popen([sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        for _ in range(int(os.environ.get("FAKE_WORKERS", "0")))
-    ]
+    count = int(os.environ.get("FAKE_WORKERS", "0"))
+    workers = [start_worker(faults if number == count - 1 else {}) for number in range(count)]
     for worker in workers:
         assert worker.stdout is not None
         worker.stdout.readline()
@@ -274,11 +317,24 @@ def engine_main(eager: bool) -> None:
         worker.wait()
 
 
-def worker_main() -> None:
+def change(environ: MutableMapping[str, str], values: dict[str, str | None]) -> None:
+    for key, value in values.items():
+        environ.pop(key, None) if value is None else environ.__setitem__(key, value)
+
+
+def start_worker(faults: dict[str, Any]) -> subprocess.Popen[bytes]:
+    env = dict(os.environ)
+    change(env, faults.get("worker_env", {}))
+    argv = [sys.executable, __file__, "--worker", *(["bare"] if faults.get("plugin_not_in_worker") else [])]
+    return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def worker_main(bare: bool) -> None:
     limit_lifetime()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rename_process("VLLM::Worker", None)
-    load_plugins("Worker", set())
+    if not bare:
+        load_plugins("Worker", set())
     print("up", flush=True)
     while sys.stdin.buffer.read(4096):
         pass
@@ -317,6 +373,7 @@ class Server:
 
     def __init__(self, model: str, flags: dict[str, str]) -> None:
         self.faults = load_faults()
+        self.model = model
         self.flags = flags
         self.host = flags.get("--host", "127.0.0.1")
         self.port = int(flags.get("--port", "8000"))
@@ -335,6 +392,9 @@ class Server:
         self.speed = 1.0
         self.engine: asyncio.subprocess.Process | None = None
         self.engine_dead = False
+        self.listener: asyncio.Server | None = None
+        self.done: set[str] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = asyncio.Event()
         self.exit_code = 0
         self.answers: list[tuple[str, str]] = []
@@ -375,7 +435,7 @@ class Server:
             return await self.stop()
         self.ready_at = time.monotonic() + float(early or 0)
         try:
-            listener = await asyncio.start_server(self.connection, self.host, self.port, backlog=512)
+            self.listener = await asyncio.start_server(self.connection, self.host, self.port, backlog=512)
         except OSError as error:
             log("APIServer", f"OSError: [Errno {error.errno}] {error.strerror}", "ERROR")
             self.exit_code = 1
@@ -385,7 +445,7 @@ class Server:
         watch = asyncio.create_task(self.watch_engine())
         await self.stopping.wait()
         watch.cancel()
-        listener.close()
+        self.listener.close()
         return await self.stop()
 
     async def pause(self, seconds: float) -> None:
@@ -394,8 +454,7 @@ class Server:
 
     async def start_engine(self) -> None:
         env = dict(os.environ)
-        for key, value in self.faults.get("child_env", {}).items():
-            env.pop(key, None) if value is None else env.__setitem__(key, value)
+        change(env, self.faults.get("child_env", {}))
         self.engine = await asyncio.create_subprocess_exec(
             sys.executable, __file__, "--engine-core", json.dumps(self.faults), *(
                 ["--enforce-eager"] if "--enforce-eager" in self.flags else []),
@@ -405,7 +464,7 @@ class Server:
         if not line:
             log("APIServer", "RuntimeError: Engine core initialization failed. See root cause above.", "ERROR")
             sys.exit(1)
-        self.speed = float(json.loads(line)["speed"])
+        self.speed = float(json.loads(line)["speed"]) * drift()
 
     async def watch_engine(self) -> None:
         assert self.engine is not None
@@ -416,6 +475,56 @@ class Server:
         log("APIServer", "EngineDeadError: EngineCore encountered an issue.", "ERROR", "async_llm.py:704")
         await asyncio.sleep(0.05)
         self.leave(1)
+
+    # What is ordered for a moment under load.
+
+    def due(self, name: str) -> dict[str, Any] | None:
+        """A fault whose `after_requests` have arrived, once."""
+        order: dict[str, Any] | None = self.faults.get(name)
+        if order is None or name in self.done or self.arrived < order["after_requests"]:
+            return None
+        self.done.add(name)
+        return order
+
+    def at_request(self) -> None:
+        if order := self.due("stray"):
+            self.leave_stray(order)
+        if order := self.due("other_client"):
+            self.tasks.add(asyncio.create_task(self.send_others(order["requests"])))
+
+    def leave_stray(self, order: dict[str, Any]) -> None:
+        assert self.listener is not None
+        number = -1 if order["how"] in ("later", "gpu") else os.dup(self.listener.sockets[0].fileno())
+        what = {"how": order["how"], "fd": number, "port": self.port, "name": self.name, "server": os.getpid(),
+                "max_model_len": self.max_model_len, "gpu_dir": os.environ.get("FAKE_GPU_DIR")}  # fmt: skip
+        if order["how"] == "takes":
+            self.listener.close()
+        if os.fork() == 0:
+            # The usual two steps of a daemon: a session of its own, and no parent that anybody knows.
+            os.setsid()
+            second = os.fork()
+            if second:
+                Path(order["pid_file"]).write_text(str(second))
+                os._exit(0)
+            if number >= 0:
+                os.set_inheritable(number, True)
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            os.dup2(1, 2)
+            os.execve(sys.executable, [sys.executable, __file__, "stray", json.dumps(what)], {})
+        os.wait()
+        if number >= 0:
+            os.close(number)
+
+    async def send_others(self, count: int) -> None:
+        for number in range(count):
+            first = 20000 + 100 * number
+            ask = {"model": self.name, "prompt": list(range(first, first + 20)), "max_tokens": 20}
+            body = json.dumps(ask).encode()
+            reader, writer = await asyncio.open_connection(self.host, self.port)
+            head = f"POST /v1/completions HTTP/1.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            await reader.read()
+            writer.close()
 
     def leave(self, code: int) -> None:
         self.exit_code = code
@@ -490,6 +599,8 @@ class Server:
             card = {"id": self.name, "object": "model", "created": 1, "owned_by": "vllm", "root": "fake",
                     "parent": None, "max_model_len": self.max_model_len}  # fmt: skip
             await self.send(writer, {"object": "list", "data": [card]})
+        elif path == "/server_info" and os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
+            await self.send(writer, self.server_info())
         elif path == "/metrics" and not self.faults.get("no_metrics"):
             await self.send(writer, self.metrics())
         elif method == "POST" and path in ("/tokenize", "/v1/completions", "/v1/chat/completions"):
@@ -503,6 +614,42 @@ class Server:
                 await self.complete(writer, request, "chat" in path, headers)
         else:
             raise HttpError(404, "Not Found")
+
+    def server_info(self) -> dict[str, Any]:
+        """As vLLM's development mode answers `?config_format=json`, with a few of its several hundred values."""
+        eager = "--enforce-eager" in self.flags
+        cache_dir = f"{os.environ.get('VLLM_CACHE_ROOT', '')}/torch_compile_cache/5f3a"
+        config: dict[str, Any] = {
+            "model_config": {
+                "model": self.model, "served_model_name": self.name, "dtype": "torch.float32", "seed": 0,
+                "max_model_len": self.max_model_len, "enforce_eager": eager, "quantization": None,
+            },
+            "cache_config": {
+                "block_size": BLOCK, "gpu_memory_utilization": 0.9,
+                "enable_prefix_caching": "--no-enable-prefix-caching" not in self.flags,
+            },
+            "parallel_config": {
+                "tensor_parallel_size": 1, "data_parallel_size": 1, "distributed_executor_backend": "uni",
+            },
+            "scheduler_config": {
+                "max_num_seqs": int(self.flags.get("--max-num-seqs", "256")),
+                "max_num_batched_tokens": int(self.flags.get("--max-num-batched-tokens", "2048")),
+                "enable_chunked_prefill": True,
+            },
+            "compilation_config": {"mode": 0 if eager else 3, "cache_dir": "" if eager else cache_dir},
+            "additional_config": {},
+            "instance_id": f"{os.getpid() % 0xFFFFF:05x}",
+        }  # fmt: skip
+        for dotted, value in self.faults.get("config", {}).items():
+            part, _, key = dotted.rpartition(".")
+            (config[part] if part else config)[key] = value
+        env: dict[str, Any] = {name: os.environ[name] for name in sorted(KNOWN_VLLM & set(os.environ))}
+        if "VLLM_FAKE_SWITCH" in env:
+            truthiness = os.environ.get("FAKE_READS") == "truthiness"
+            env["VLLM_FAKE_SWITCH"] = bool(env["VLLM_FAKE_SWITCH"]) if truthiness else env["VLLM_FAKE_SWITCH"]
+        change(env, self.faults.get("vllm_env", {}))
+        system = {"os": "Fake", "python_version": sys.version, "torch_version": "0", "is_cuda_available": "False"}
+        return {"vllm_config": config, "vllm_env": env, "system_env": system}
 
     def metrics(self) -> str:
         label = f'{{engine="0",model_name="{self.name}"}}'
@@ -604,6 +751,7 @@ class Server:
         index = self.arrived
         self.arrived += 1
         self.die("after_requests")
+        self.at_request()
         error = self.hit("http_errors", index, request)
         if error:
             raise HttpError(error.get("status", 500) if isinstance(error, dict) else 500, "as asked")
@@ -631,15 +779,18 @@ class Server:
         short = self.hit("short_outputs", index, request)
         if short and short["tokens"] < len(tokens):
             tokens, finish = tokens[: short["tokens"]], "stop"
+        longer = self.hit("long_outputs", index, request)
+        if longer:
+            tokens = tokens + [f" more{i}" for i in range(longer["tokens"])]
         hits = self.cached(ids)
         start = time.monotonic() + self.prefill * (len(ids) - hits) / self.speed
         hits = round(max(hits, float(self.faults.get("prefix_hits", 0)) * len(ids)))
         usage: dict[str, Any] | None = {
             "prompt_tokens": len(ids) + int(self.faults.get("extra_prompt_tokens", 0)),
-            "completion_tokens": len(tokens),
+            "completion_tokens": int(short["claims"]) if short and "claims" in short else len(tokens),
         }
         assert usage is not None
-        usage["total_tokens"] = usage["prompt_tokens"] + len(tokens)
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
         usage["prompt_tokens_details"] = (
             {"cached_tokens": hits} if "--enable-prompt-tokens-details" in self.flags else None
         )
@@ -652,6 +803,8 @@ class Server:
         self.count("prefix_cache_queries", len(ids))
         self.count("prefix_cache_hits", hits)
         self.extra_work(index, request)
+        if "signs_as" in self.faults:
+            shell["model"] = self.faults["signs_as"]
         if request.get("stream"):
             await self.stream(writer, request, chat, ids, tokens, finish, usage, shell, start, index)
         else:
@@ -762,6 +915,39 @@ class Server:
         return {"content": content}
 
 
+# --- what a server leaves behind ------------------------------------------------------------------------------------
+
+
+class Stray(Server):
+    """What a server left behind: it serves that server's port under its name, or holds its GPU."""
+
+    def __init__(self, what: dict[str, Any]) -> None:
+        flags = {"--served-model-name": what["name"], "--max-model-len": str(what["max_model_len"])}
+        super().__init__("stray", {**flags, "--port": str(what["port"])})
+        self.what = what
+
+    async def main(self) -> int:
+        self.ready_at = 0.0
+        if self.what["how"] == "gpu":
+            state = json.dumps({"memory_bytes": 2**30})
+            (Path(self.what["gpu_dir"]) / f"{os.getpid()}.json").write_text(state)
+        elif self.what["fd"] >= 0:
+            await asyncio.start_server(self.connection, sock=socket.socket(fileno=self.what["fd"]))
+        else:
+            while not await self.bound():
+                await asyncio.sleep(0.002)
+        while self.what["how"] == "later" or Path(f"/proc/{self.what['server']}").exists():
+            await asyncio.sleep(0.005)
+        return 0
+
+    async def bound(self) -> bool:
+        try:
+            await asyncio.start_server(self.connection, self.host, self.port)
+        except OSError:
+            return False
+        return True
+
+
 def parse(argv: list[str]) -> tuple[str, dict[str, str]]:
     """The model and the flags; a flag without a value gets the empty string."""
     flags: dict[str, str] = {}
@@ -789,9 +975,11 @@ def main() -> int:
         engine_main("--enforce-eager" in sys.argv)
         return 0
     if sys.argv[1:2] == ["--worker"]:
-        worker_main()
+        worker_main(sys.argv[2:] == ["bare"])
         return 0
     limit_lifetime()
+    if sys.argv[1:2] == ["stray"]:
+        return asyncio.run(Stray(json.loads(sys.argv[2])).main())
     model, flags = parse(sys.argv[1:])
 
     async def serve() -> int:

@@ -11,8 +11,9 @@ from abharness.record import ServerCounters, TokenStep
 from tests.scripted_server import Answer, ScriptedServer, json_answer
 
 
-def completion(text="ok", reason="stop", **choice):
+def completion(text="ok", reason="stop", model="m", **choice):
     return json_answer({
+        "model": model,
         "choices": [{"index": 0, "text": text, "finish_reason": reason, **choice}],
         "usage": {"prompt_tokens": 5, "completion_tokens": 2},
     })  # fmt: skip
@@ -213,7 +214,7 @@ def vllm_like(names, answer):
 
 
 def test_ready_means_that_our_model_answered_with_a_token():
-    with ScriptedServer(vllm_like(["ours"], completion())) as server:
+    with ScriptedServer(vllm_like(["ours"], completion(model="ours"))) as server:
         assert first_completion(server.url, "ours", 10.0) is None
         assert list_models(server.url) == ["ours"]
     assert server.requests[1][1]["max_tokens"] == 1
@@ -229,6 +230,7 @@ def test_ready_means_that_our_model_answered_with_a_token():
         (["ours"], json_answer({"choices": []}), "no choice in the response"),
         (["ours"], json_answer({"choices": [{"text": ""}], "usage": {"completion_tokens": 0}}), "without a token"),
         (["ours"], json_answer({"choices": [{"text": "x"}]}), "without a token"),
+        (["ours"], completion(model="theirs"), "signed theirs, not ours"),
     ],
 )
 def test_not_ready_says_why(names, answer, said):

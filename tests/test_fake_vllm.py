@@ -6,6 +6,7 @@ import http.client
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,56 @@ def test_questions_are_answered_from_the_file(running: Running, tmp_path: Path) 
     assert cut["finish_reason"] == "length"
     assert [len(step["top_logprobs"]) for step in right["logprobs"]["content"]] == [2, 2, 2]
     assert "".join(step["token"] for step in right["logprobs"]["content"]) == rows[0]["answer"]
+
+
+def info(server: VllmServer) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.command.port}/server_info?config_format=json") as response:
+        return json.load(response)
+
+
+def test_the_resolved_configuration_is_told_in_development_mode_only(running: Running) -> None:
+    with pytest.raises(OSError, match="404"):
+        info(running())
+    env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_FAKE_SWITCH": "0"}
+    told = info(running(env=env, flags=["--max-num-seqs=16"]))
+    same = info(running(env=env, flags=["--max-num-seqs", "16"]))
+    assert told["vllm_config"]["scheduler_config"] == same["vllm_config"]["scheduler_config"]
+    assert told["vllm_config"]["scheduler_config"]["max_num_seqs"] == 16
+    assert told["vllm_env"]["VLLM_FAKE_SWITCH"] == "0"
+    lied = info(
+        running(
+            env={**env, "FAKE_READS": "truthiness"},
+            faults={"config": {"cache_config.block_size": 32, "extra": 1}, "vllm_env": {"VLLM_PORT": 7}},
+        )
+    )
+    assert lied["vllm_config"]["cache_config"]["block_size"] == 32
+    assert lied["vllm_config"]["extra"] == 1
+    assert (lied["vllm_env"]["VLLM_FAKE_SWITCH"], lied["vllm_env"]["VLLM_PORT"]) == (True, 7)
+
+
+@pytest.mark.parametrize(
+    ("reads", "given", "read"),
+    [("exact", "0", "0"), ("truthiness", "0", "fast"), ("truthiness", "", ""), ("nothing", "fast", "")],
+)
+def test_the_switch_is_read_as_ordered(running: Running, reads: str, given: str, read: str) -> None:
+    """A5."""
+    assert f"FAKE_SWITCH={read}\n" in running(env={"FAKE_SWITCH": given, "FAKE_READS": reads}).log_text()
+
+
+def test_every_server_of_a_drifting_machine_is_faster_than_the_one_before(running: Running, tmp_path: Path) -> None:
+    """G1."""
+    for factor in ("1.000", "1.060", "1.124"):
+        server = running(env={"FAKE_DRIFT": str(tmp_path / "drift")})
+        assert f"fake machine: {factor} times as fast" in server.log_text()
+
+
+def test_other_clients_are_counted(running: Running) -> None:
+    server = running(faults={"other_client": {"after_requests": 2, "requests": 3}})
+    before = metrics(server)
+    post(server, "/v1/completions", prompt=[1], max_tokens=1)
+    while metrics(server)["vllm:generation_tokens_total"] < before["vllm:generation_tokens_total"] + 61:
+        time.sleep(0.01)
+    assert metrics(server)["vllm:prefix_cache_hits_total"] == 0
 
 
 def test_requests_that_do_not_fit_are_refused(running: Running) -> None:

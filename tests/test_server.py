@@ -212,6 +212,29 @@ def test_foreign_socket_gets_no_request(make_command: MakeCommand) -> None:
     assert alive_of(server) == []
 
 
+def test_a_socket_that_others_hold_too_is_not_ours(make_command: MakeCommand, tmp_path: Path) -> None:
+    """What a detached process accepts, this server did not serve."""
+    pid_file = tmp_path / "stray.pid"
+    order = {"how": "shares", "after_requests": 1, "pid_file": str(pid_file)}
+    command = make_command(faults={"stray": order})
+    server = VllmServer(command)
+    server.start()
+    try:
+        while not procfs.listeners(command.host, command.port):
+            time.sleep(0.02)
+        server.check_listener()
+        assert completion(command) is None
+        stray = int(pid_file.read_text())
+        with pytest.raises(WrongServer, match=f"answered by pid {stray} ") as caught:
+            server.check_listener()
+        assert caught.value.code == "wrong_server"
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        server.stop()
+    with pytest.raises(WrongServer, match="nothing listens any more"):
+        server.check_listener()
+
+
 def test_errors_of_the_completion_call_reach_the_caller(make_command: MakeCommand) -> None:
     command = make_command()
 
