@@ -105,7 +105,7 @@ def run(
 def test_an_honest_run_on_a_gpu_has_its_samples_windows_and_pids_on_record(tmp_path: Path) -> None:
     done = run(tmp_path, {"gpu": {"power_w": 412.5, "reasons": ["sw_power_cap"]}})
     assert (done.code, done.comparison["codes"]) == (0, []), done.out
-    assert done.comparison["advice"] == []
+    assert {item["finding"]["code"] for item in done.comparison["advice"]} <= {"effect_unproven"}
     for label in ("0-baseline", "1-candidate"):
         record = done.launch(label)
         (cell,) = record.cells
@@ -144,18 +144,16 @@ while pathlib.Path("/proc", there[0].stem).exists():
 """
 
 
-def test_a_process_that_comes_and_goes_during_the_load_is_on_record(tmp_path: Path) -> None:
+def test_a_process_that_comes_to_the_gpu_while_the_server_starts_fails_the_launch(tmp_path: Path) -> None:
     visitor = subprocess.Popen([sys.executable, "-c", VISITOR, str(tmp_path / "gpu")])
     try:
         done = run(tmp_path)
     finally:
         visitor.kill()
         visitor.wait()
-    first, second = (
-        read_model(done.run / "launches" / label / "evidence.json", Evidence) for label in ("0-baseline", "1-candidate")
-    )
-    assert visitor.pid in first.gpu_pids_seen[FIRST]
-    assert visitor.pid not in second.gpu_pids_seen[FIRST]
+    assert done.code == 4
+    assert "foreign_gpu_process" in done.comparison["codes"]
+    assert f"pid {visitor.pid}" in done.out
 
 
 # Each row: faults of the fake server, faults of NVML, the invalidating code, what the message must say.
