@@ -123,7 +123,8 @@ CODES: dict[str, Code] = {
         "a variant's answers fell through the floor: its speed is not a gain", "look at its answers in gsm8k.jsonl"
     ),
     "aa_difference": Code(
-        "an A/A found a difference: two variants that are one and the same server differ", "run the A/A again"
+        "an A/A found a difference: two variants that are one and the same server differ",
+        "look for what else ran on the machine, then run it again with more launches; until it passes, believe no A/B here",
     ),
     "launch_failed": Code("a planned launch is missing or failed", "rerun with --resume"),
     "one_witness": Code(
