@@ -86,7 +86,25 @@ def launch_findings(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
                 text = f"no environment verification is on record for {' and '.join(sorted(missing))}"
                 findings.append(Finding(code="env_unverifiable", message=text))
             found += [Seen(where, finding) for finding in (*findings, *record.findings)]
+    if spec.python_of("baseline") == spec.python_of("candidate"):
+        found += _unheard([launch for side in sides for launch in side.launches])
     return [item for index, item in enumerate(found) if item not in found[:index]]
+
+
+def _unheard(launches: Sequence[Launch]) -> list[Seen]:
+    """Launches whose second witness is silent where it speaks in others: one interpreter loads the probe or does not."""
+    asked = [
+        (launch, any(check.probes for check in launch.evidence.environment))
+        for launch in launches
+        if all(check.probe_absent is None for check in launch.evidence.environment)
+    ]
+    silent = [launch.record for launch, heard in asked if not heard]
+    if not silent or len(silent) == len(asked):
+        return []
+    message = "the probe was heard in other launches of the same interpreter, and not here"
+    hint = "something keeps it out: look at PYTHONPATH and VLLM_PLUGINS of the processes, and at server.log"
+    finding = Finding(code="env_unverifiable", message=message, hint=hint)
+    return [Seen(f"launch {record.launch_index}-{record.variant}", finding) for record in silent]
 
 
 def _expected(launch: Launch, spec: ExperimentSpec) -> tuple[dict[str, str | None], list[Finding]]:

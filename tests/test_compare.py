@@ -293,7 +293,8 @@ def test_e6_truncated_answers_are_shown_apart(tmp_path: Path, capsys: Any) -> No
     cut = {0: "so 12*4=48. Then 48...", 1: "thinking about 1..."}
     run = write_run(tmp_path / "r", variants(SLOW, FAST, answers=cut))
     code, found = compare(capsys, run)
-    assert code == 0
+    assert (code, found["codes"]) == (3, ["truncation_differs"])
+    assert found["accuracy"][0]["call"] == "no verdict"
     assert found["accuracy"][0]["states"]["candidate"]["truncated"] == 8
     assert [item["finding"]["code"] for item in found["advice"]] == ["accuracy_truncated"] * 4
     main(["compare", str(run)])

@@ -156,6 +156,13 @@ def test_without_the_probe_the_run_stands_on_one_witness_and_says_so(good: Path)
     assert {item.finding.code for item in comparison.advice} == {"one_witness"}
 
 
+def test_a_probe_that_is_silent_in_one_variant_only_is_no_proof_of_it(good: Path) -> None:
+    edit(good, lambda data: [check.update(probes=[]) for check in data["environment"]])
+    assert compared(good).codes == ("env_unverifiable",)
+    edit(good, lambda data: [check.update(probe_absent="VLLM_PLUGINS") for check in data["environment"]])
+    assert compared(good).codes == (), "it was kept out by what the variant declares, and the record says so"
+
+
 # Undeclared differences.
 
 
