@@ -105,8 +105,8 @@ def call_cells(
     """Test every metric of every cell and say what may be said.
 
     With `design.primary`, that row decides alone and its p is left as it is. Without, the headline rows of all cells
-    decide together: one family for Holm's correction, decode and prefill alike. Every other metric describes, and is
-    corrected over its own cells.
+    decide together: one family for Holm's correction, decode and prefill alike. All other rows describe, and are one
+    family too: dozens of rows with a p of their own would show equal servers as different in some row or other.
 
     Args:
         values: Launch values by cell, metric and variant.
@@ -119,11 +119,11 @@ def call_cells(
         Cell(key, kinds[key], [_row(name, table[name], key, kinds[key], spec) for name in table], _once(codes.get(key)))
         for key, table in values.items()
     ]
-    families: dict[str, dict[tuple[CellKey, str], float]] = defaultdict(dict)
+    families: dict[bool, dict[tuple[CellKey, str], float]] = defaultdict(dict)
     for cell in cells:
         for row in cell.rows:
             if row.ratio.p is not None:
-                families["" if row.decisive else row.metric.name][cell.key, row.metric.name] = row.ratio.p
+                families[row.decisive][cell.key, row.metric.name] = row.ratio.p
     corrected: dict[tuple[CellKey, str], float] = {}
     for family in families.values():
         corrected |= zip(family, stats.holm(list(family.values())), strict=True)

@@ -34,7 +34,7 @@ class Effect:
 
 def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
     """What proves each declared difference to be more than delivered: a log line, or the server's own resolved settings."""
-    logged = [side.variant for side in sides if spec.verify.expect_log.get(side.variant)]
+    logged = [side.variant for side in sides if _logged(side, spec.verify.expect_log.get(side.variant, ()))]
     by_log = f"expected log lines seen ({', '.join(logged)})" if logged else None
     configs = [_common(config_facts(launch) for launch in side.launches) for side in sides]
     differing = sorted(name for name in {*configs[0], *configs[1]} if configs[0].get(name) != configs[1].get(name))
@@ -55,6 +55,12 @@ def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
         different = [name for name in names if builds[0].get(name) != builds[1].get(name)]
         found.append(Effect("python", f"{', '.join(different)} differ" if different else by_log))
     return found
+
+
+def _logged(side: Side, patterns: Sequence[str]) -> bool:
+    """Whether every expected line was seen in every launch of a variant that has any."""
+    checks = [check for launch in side.launches for check in launch.evidence.environment]
+    return bool(patterns and checks) and all(check.log_matches.get(text) for check in checks for text in patterns)
 
 
 def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[Seen]:

@@ -151,8 +151,10 @@ def _heading(comparison: Comparison) -> list[str]:
         lines.append(comparison.question)
     for name, values in comparison.switches.items():
         lines.append(f"switch {name}: {_setting(values, 'baseline')} -> {_setting(values, 'candidate')}")
+    called = any(row.call in ("better", "worse") for cell in comparison.cells for row in cell.rows if row.decisive)
+    unproven = "no log line or setting shows it; the difference does" if called else "not proven beyond its delivery"
     for effect in comparison.effects:
-        lines.append(f"effect of {effect.name}: {effect.proof or 'not proven beyond its delivery'}")
+        lines.append(f"effect of {effect.name}: {effect.proof or unproven}")
     return [*lines, comparison.summary]
 
 

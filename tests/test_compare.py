@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from abharness.cells import call_cells
 from abharness.cli import main
 from abharness.record import Failure, Finding, ServerCounters
-from tests.synthetic import Made, write_run
+from abharness.runs import CellKey
+from tests.synthetic import Made, spec, write_run
 
 SLOW = [100.0, 100.4, 99.7, 100.1]
 FAST = [108.2, 108.9, 107.8, 108.4]
@@ -355,3 +357,20 @@ def test_the_published_records_still_compare(capsys: Any) -> None:
     published = Path(__file__).parent.parent / "results"
     assert main(["compare", str(published)]) in (0, 1, 3), "a published record is readable and complete"
     assert "quickstart  baseline 2 of 2 launches, candidate 2 of 2 launches" in capsys.readouterr().out
+
+
+def test_rows_that_describe_are_corrected_together_over_all_metrics() -> None:
+    """Equal servers have a small p in one of dozens of rows: by itself it must not read as a difference."""
+    base, other = [100.0, 101.0, 100.5, 101.5], [102.0, 103.0, 102.6, 103.4]
+    table = {
+        name: {"baseline": dict(enumerate(base)), "candidate": dict(enumerate(shifted))}
+        for name, shifted in {"output_throughput": other, "tpot": other, "ttft": base, "itl": base, "e2el": base}.items()
+    }
+    key = CellKey("decode", 16, 11, 1)
+    (cell,) = call_cells({key: table}, {key: "decode"}, {}, spec("design.alpha=0.01"), {})  # type: ignore[arg-type]
+    rows = {row.metric.name: row for row in cell.rows}
+    alone = rows["output_throughput"]
+    assert (alone.decisive, alone.p, alone.call) == (True, alone.ratio.p, "better")
+    assert rows["tpot"].ratio.p == alone.ratio.p
+    assert rows["tpot"].p == pytest.approx(4 * (alone.p or 0))
+    assert (rows["tpot"].call, rows["ttft"].call) == ("~", "~")

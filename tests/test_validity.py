@@ -266,6 +266,22 @@ def test_flag_texts_without_a_difference_and_without_proof_give_no_verdict(tmp_p
     assert compared(same).codes == (), "the server itself says how it reads the two"
 
 
+def test_an_expected_line_proves_an_effect_where_it_was_seen(tmp_path: Path, capsys: Any) -> None:
+    expected = "verify.expect_log.candidate=['kernel on']"
+    run = write_run(tmp_path / "run", {"baseline": SLOW, "candidate": FAST}, expected)
+    assert [effect.proof for effect in compared(run).effects] == [None]
+    assert "switch_not_recognised" in compared(run).codes
+    edit(run, lambda data: [check.update(log_matches={"kernel on": "INFO kernel on"}) for check in data["environment"]])
+    assert compared(run).codes == ()
+    main(["compare", str(run)])
+    assert "effect of SWITCH: expected log lines seen (candidate)" in capsys.readouterr().out
+
+
+def test_a_difference_is_its_own_proof_of_an_effect(good: Path, capsys: Any) -> None:
+    main(["compare", str(good)])
+    assert "effect of SWITCH: no log line or setting shows it; the difference does" in capsys.readouterr().out
+
+
 def test_no_difference_without_proof_of_an_effect_is_told_as_such(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"baseline": [Made()] * 4, "candidate": [Made()] * 4})
     comparison = compared(run)
