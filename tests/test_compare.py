@@ -364,7 +364,13 @@ def test_rows_that_describe_are_corrected_together_over_all_metrics() -> None:
     base, other = [100.0, 101.0, 100.5, 101.5], [102.0, 103.0, 102.6, 103.4]
     table = {
         name: {"baseline": dict(enumerate(base)), "candidate": dict(enumerate(shifted))}
-        for name, shifted in {"output_throughput": other, "tpot": other, "ttft": base, "itl": base, "e2el": base}.items()
+        for name, shifted in {
+            "output_throughput": other,
+            "tpot": other,
+            "ttft": base,
+            "itl": base,
+            "e2el": base,
+        }.items()
     }
     key = CellKey("decode", 16, 11, 1)
     (cell,) = call_cells({key: table}, {key: "decode"}, {}, spec("design.alpha=0.01"), {})  # type: ignore[arg-type]
