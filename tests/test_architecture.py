@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from abharness.checks import CODES
+
 PACKAGE = Path(__file__).parent.parent / "abharness"
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 
@@ -148,3 +150,10 @@ def test_light_commands_import_no_heavy_package(arguments: list[str], absent: li
 def test_no_module_is_longer_than_500_lines() -> None:
     lengths = {module: len((PACKAGE / f"{module}.py").read_text().splitlines()) for module in MODULES}
     assert {module: lines for module, lines in lengths.items() if lines > 500} == {}
+
+
+def test_the_readme_names_every_module_and_every_validity_code() -> None:
+    readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    table = readme[readme.index("| module | turns what into what |") :]
+    assert [module for module in MODULES if f"`{module}`" not in table] == []
+    assert [code for code in CODES if f"`{code}`" not in readme] == []
