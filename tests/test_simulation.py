@@ -1,6 +1,10 @@
 """What the judgement gets wrong and what it finds, on a small seeded part of `tests.benchmarks.simulation`."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,3 +78,14 @@ def test_the_same_seed_draws_the_same_experiments() -> None:
     setting = Setting("bimodal", cells=2)
     assert (Simulator(setting).draw(3, 7) == Simulator(setting).draw(3, 7)).all()
     assert (Simulator(setting).draw(3, 7) != Simulator(setting).draw(3, 8)).any()
+
+
+@pytest.mark.parametrize("table", ["false positives", "order"])
+def test_the_command_prints_its_tables(table: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.benchmarks.simulation", "--experiments", "2", "--only", table]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "rates.json")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "| drifting |" in done.stdout
+    assert len(json.loads((tmp_path / "rates.json").read_text())["rows"]) == {"false positives": 60, "order": 16}[table]
