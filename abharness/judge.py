@@ -12,13 +12,10 @@ from pathlib import PurePath
 
 from abharness.record import EnvironmentCheck, Finding
 from abharness.redaction import hidden, printable
-from abharness.witnesses import CacheEvidence, ProbeReport, ProcessWitness
+from abharness.witnesses import ENGINE_TITLE, CacheEvidence, ProbeReport, ProcessWitness
 
 FLAG_TEXTS = frozenset({"", "0", "1", "false", "true", "no", "yes", "off", "on"})
 """Values, in lower case, that a server may read as on or off in more than one way."""
-
-TITLE = "VLLM::"
-"""What vLLM begins the titles of its processes with."""
 
 MOST_SHOWN = 8
 """Processes named one by one in a message."""
@@ -31,7 +28,7 @@ def recordable(values: Mapping[str, str | None]) -> dict[str, str | None]:
 
 def role_by_title(title: str) -> str | None:
     """The role that a process of vLLM gives itself in its title (`VLLM::EngineCore`), or None."""
-    return title.removeprefix(TITLE).split(" ")[0] if title.startswith(TITLE) else None
+    return title.removeprefix(ENGINE_TITLE).split(" ")[0] if title.startswith(ENGINE_TITLE) else None
 
 
 def role_of(witness: ProcessWitness) -> str:

@@ -32,13 +32,13 @@ from abharness.envblock import (
     shows_title,
 )
 from abharness.redaction import printable
+from abharness.witnesses import ENGINE_TITLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 PROC = Path("/proc")
 TCP_LISTEN = "0A"
-ENGINE_TITLE = "VLLM::"
 KERNEL_THREAD = 0x00200000
 """PF_KTHREAD of the kernel's include/linux/sched.h, in field 9 of `/proc/<pid>/stat`."""
 MOST_STACK_BYTES = 32 * 2**20

@@ -36,6 +36,7 @@ from abharness.resources import (
     named,
     port_problem,
 )
+from abharness.witnesses import ENGINE_TITLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -264,7 +265,7 @@ class VllmServer:
         if time.monotonic() - self._observed > 5.0:
             self.observe()
         for (pid, ticks), title in self._known.items():
-            if title.startswith(procfs.ENGINE_TITLE) and not procfs.is_alive(pid, ticks):
+            if title.startswith(ENGINE_TITLE) and not procfs.is_alive(pid, ticks):
                 return f"{title.split(' ')[0]} (pid {pid}) has ended, the server (pid {self._process.pid}) runs on"
         return None
 

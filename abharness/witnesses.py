@@ -6,6 +6,9 @@ from typing import Literal
 
 from abharness.base import Model
 
+ENGINE_TITLE = "VLLM::"
+"""What vLLM begins the titles of its processes with."""
+
 ReadState = Literal["ok", "unreadable", "gone"]
 
 

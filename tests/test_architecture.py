@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "report": {"cells", "checks", "compare", "paired", "record", "spec", "stats", "waivers"},
     "envblock": {"redaction", "witnesses"},
-    "procfs": {"envblock", "redaction"},
+    "procfs": {"envblock", "redaction", "witnesses"},
     "probe": {"redaction"},
     "hearing": {"procfs", "witnesses"},
     "verify": {"judge", "procfs", "record", "witnesses"},
