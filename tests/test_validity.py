@@ -287,3 +287,27 @@ def test_no_difference_without_proof_of_an_effect_is_told_as_such(tmp_path: Path
     comparison = compared(run)
     assert comparison.codes == ()
     assert "effect_unproven" in {item.finding.code for item in comparison.advice}
+
+
+def test_two_interpreters_are_one_build_only_where_both_said_what_they_import(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"baseline": SLOW, "candidate": FAST}, "variants.candidate.python=/other/python")
+    edit(run, lambda data: data.update(argv=["/other/python", *data["argv"][1:]]), file="launch")
+    assert compared(run).codes == ("switch_not_recognised",)
+    edit(run, lambda data: [check.update(probes=[]) for check in data["environment"]], pattern="*")
+    assert compared(run).codes == (), "unknown is not the same"
+    assert [(effect.name, effect.proof) for effect in compared(run).effects] == [("SWITCH", None), ("python", None)]
+
+
+def test_an_expected_line_that_the_other_variant_logs_too_proves_nothing(tmp_path: Path) -> None:
+    """A9: a line that says that something was found, not that it is used, stands in both logs."""
+    run = write_run(
+        tmp_path / "run", {"baseline": SLOW, "candidate": FAST}, "verify.expect_log.candidate=['kernel on']"
+    )
+    line = {"kernel on": "INFO kernel on"}
+    edit(run, lambda data: [check.update(log_matches=line) for check in data["environment"]])
+    edit(
+        run, lambda data: [check.update(log_matches={"kernel on": None}) for check in data["environment"]], "*-baseline"
+    )
+    assert compared(run).effects[0].proof == "expected log lines seen (candidate)"
+    edit(run, lambda data: [check.update(log_matches=line) for check in data["environment"]], "*-baseline")
+    assert compared(run).effects[0].proof is None
