@@ -117,7 +117,7 @@ def check_text(label: str, check: EnvironmentCheck) -> str:
                 then = _shown(one.started_with.get(name))
                 lines.append(f"    {one.pid} {one.name}: started with {then}{now}{_title_note(one)}")
     for pattern, line in check.log_matches.items():
-        lines.append(f"  log {pattern!r}: {line if line else 'no line matches'}")
+        lines.append(f"  log {pattern!r}: {line[:160] if line else 'no line matches'}")
     for plugin, pids in check.plugins.items():
         inside = {pid for pid, report in reports.items() if plugin in report.plugins}
         loaded = [f"{one.pid} {one.name}" for one in check.processes if one.pid in {*pids, *inside}]
