@@ -3,7 +3,8 @@
     AbharnessError                exit 5
     ├── UsageError                exit 2   bad command line, folder or record
     │   ├── SpecError             exit 2   the experiment file cannot be run as written
-    │   └── RecordError           exit 2   a record on disk cannot be read
+    │   ├── RecordError           exit 2   a record on disk cannot be read
+    │   └── TraceError            exit 2   nothing can be read of a profiler's trace
     ├── InstallError              exit 4   a managed server environment or model could not be made
     └── LaunchError               exit 4   one server launch failed; the others' records are kept
         ├── PreflightError                 the machine is not in a state to start (port, GPU, disk, model, vLLM)
@@ -58,6 +59,10 @@ class SpecError(UsageError):
 
 class RecordError(UsageError):
     """A record on disk cannot be read: missing, damaged beyond its last line, or of an unknown schema version."""
+
+
+class TraceError(UsageError):
+    """Nothing can be read of a profiler's trace: no such file, no trace, or of a form that is not understood."""
 
 
 class InstallError(AbharnessError):

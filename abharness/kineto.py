@@ -1,0 +1,374 @@
+"""A trace of torch's profiler (Kineto, Chrome JSON, plain or gzip) -> kernel table.
+
+The events are decoded one by one from a window over the file, so that gigabytes cost no memory. The standard library's
+decoder does it: it takes the bare `NaN`, `Infinity` and control characters that Kineto writes, knows the byte where an
+event begins, and after an event that is no JSON (Kineto leaves quotes in the names of Python frames as they are) reading
+goes on at the next one, which is counted and told.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from abharness.errors import TraceError
+from abharness.timeline import UNKNOWN, Assembler, Kind, Trace, is_step, sane
+
+CHUNK_BYTES = 2**20
+LONGEST_EVENT_BYTES = 4 * 2**20
+"""A longer event is taken for damage: the longest real ones, with the shapes of every argument, have some kilobytes."""
+
+GZIP_MAGIC = b"\x1f\x8b"
+
+_DEVICE_KINDS: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_NEXT_EVENT = re.compile(r'\}\s*,\s*\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args)"\s*:')
+_BARE_NUMBER = re.compile(r'(":\s*)[+-]?(?:nan|inf)(?:inity)?(?=\s*[,}\]])', re.IGNORECASE)
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
+
+
+def read_kineto(path: Path) -> Trace:
+    """Read one file.
+
+    Raises:
+        TraceError: It does not begin as a trace, or ends before its events do.
+        OSError: It cannot be read.
+    """
+    reader = _Reader()
+    with path.open("rb") as raw:
+        zipped = raw.read(2) == GZIP_MAGIC
+        raw.seek(0)
+        with gzip.open(raw) if zipped else raw as data:
+            return reader.read(_Window(data), path)
+
+
+class _Malformed(Exception):
+    """What stands at a byte is no JSON."""
+
+
+class _Truncated(Exception):
+    """The file ends inside of what stands at a byte."""
+
+
+class _Window:
+    """A piece of the file as text, one character a byte, so that places in it are bytes of the file."""
+
+    def __init__(self, data: IO[bytes]) -> None:
+        self._data = data
+        self._decoder = json.JSONDecoder(strict=False)
+        self.text = ""
+        self.at = 0
+        self._base = 0
+        self._ended = False
+        self.fault: str | None = None
+
+    @property
+    def byte(self) -> int:
+        """Place in the (unpacked) file."""
+        return self._base + self.at
+
+    def more(self) -> bool:
+        """Drop what is behind and read on; False at the end of the file."""
+        if self._ended:
+            return False
+        try:
+            chunk = self._data.read(CHUNK_BYTES)
+        except EOFError:
+            self.fault, chunk = "the compressed data ends early", b""
+        except (zlib.error, gzip.BadGzipFile) as error:
+            self.fault, chunk = f"the compressed data is damaged ({error})", b""
+        self._ended = not chunk
+        self.text = self.text[self.at :] + chunk.decode("latin-1")
+        self._base += self.at
+        self.at = 0
+        return bool(chunk)
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end of the file."""
+        while True:
+            found = _SPACE.match(self.text, self.at)
+            self.at = found.end() if found else self.at
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def take(self, wanted: str) -> str:
+        """Step over one of these characters and return it.
+
+        Raises:
+            _Malformed: Another one stands here.
+            _Truncated: The file ends here.
+        """
+        found = self.peek()
+        if not found:
+            raise _Truncated
+        if found not in wanted:
+            raise _Malformed(f"expected {' or '.join(wanted)}, found {found!r}")
+        self.at += 1
+        return found
+
+    def value(self) -> Any:
+        """Step over the JSON value that stands here and return it.
+
+        Raises:
+            _Malformed: It is none.
+            _Truncated: The file ends inside of it.
+        """
+        if not self.peek():
+            raise _Truncated
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self.text, self.at)
+            except (ValueError, RecursionError) as error:
+                if len(self.text) - self.at < LONGEST_EVENT_BYTES and self.more():
+                    continue
+                raise _Malformed(str(error).partition(": line")[0]) from error
+            # A number at the window's edge may go on behind it.
+            if end == len(self.text) and not isinstance(value, (dict, list, str)) and self.more():
+                continue
+            self.at = end
+            return value
+
+    def next_event(self) -> str | None:
+        """Step to the event behind a broken one and return the broken text, or None when there is no further event."""
+        start = self.at
+        while (found := _NEXT_EVENT.search(self.text, start)) is None:
+            if len(self.text) - self.at > LONGEST_EVENT_BYTES:
+                self.at = len(self.text) - 64
+            # The separator may lie across the edge.
+            start = max(self.at, len(self.text) - 64) - self.at
+            if not self.more():
+                return None
+        broken = self.text[self.at : found.start() + 1]
+        self.at = self.text.index("{", found.start() + 1)
+        return broken
+
+    def last_event(self) -> str | None:
+        """The broken text of the array's last event, stepped over; None where the array does not end behind it."""
+        end = re.search(r"\}\s*\]", self.text[self.at :])
+        if end is None:
+            return None
+        broken = self.text[self.at : self.at + end.start() + 1]
+        self.at += end.start() + 1
+        return broken
+
+
+class _Reader:
+    """The events of one file into an assembler, with what went wrong."""
+
+    def __init__(self) -> None:
+        self._rows = Assembler()
+        self._problems: list[str] = []
+        self._malformed = 0
+        self._first_malformed = ""
+        self._repaired = 0
+        self._unusable = 0
+        self._first_unusable = ""
+        self._kernel_launches = 0
+        self._has_device = False
+        self._found = False
+
+    def read(self, window: _Window, path: Path) -> Trace:
+        head = window.peek()
+        if head == "\xef" and window.text.startswith("\xef\xbb\xbf", window.at):
+            window.at += 3
+            head = window.peek()
+        if head not in ("{", "["):
+            raise TraceError(f"{path} is no trace: {_what(window)}", hint=_HINT)
+        try:
+            self._document(window) if head == "{" else self._array(window)
+        except _Truncated:
+            self._problems.append(f"it ends at byte {window.byte}, before the trace does")
+        except _Malformed as error:
+            self._problems.append(f"no JSON at byte {window.byte} ({error}); what follows was not read")
+        if window.fault:
+            self._problems.insert(0, window.fault)
+        if not self._found:
+            reason = "; ".join(self._problems) or "it is JSON without traceEvents"
+            raise TraceError(f"{path} is no trace: {reason}", hint=_HINT)
+        return self._finish()
+
+    def _document(self, window: _Window) -> None:
+        window.take("{")
+        if window.peek() == "}":
+            window.take("}")
+            return
+        while True:
+            key = window.value()
+            window.take(":")
+            if key == "traceEvents" and window.peek() == "[":
+                self._array(window)
+            else:
+                value = window.value()
+                self._has_device |= key == "deviceProperties" and bool(value)
+            if window.take(",}") == "}":
+                return
+
+    def _array(self, window: _Window) -> None:
+        window.take("[")
+        self._found = True
+        if window.peek() == "]":
+            window.take("]")
+            return
+        for event in self._events(window):
+            if isinstance(event, dict):
+                self._event(event)
+            else:
+                self._skip("an event is no object", event)
+
+    def _events(self, window: _Window) -> Iterator[Any]:
+        """The events up to the end of the array; broken ones are repaired or left out."""
+        while True:
+            start = window.byte
+            try:
+                event = window.value()
+                end = window.take(",]")
+            except _Malformed as error:
+                kept = window.text[window.at :]
+                broken = window.next_event()
+                behind = broken is not None
+                if broken is None and kept:
+                    broken = window.last_event()
+                if broken is None:
+                    raise
+                repaired = _repair(broken)
+                if repaired is not None:
+                    self._repaired += 1
+                    yield repaired
+                else:
+                    self._malformed += 1
+                    self._first_malformed = self._first_malformed or f"the first at byte {start}: {error}"
+                if not behind and window.take("]"):
+                    return
+                continue
+            yield event
+            if end == "]":
+                return
+
+    def _event(self, event: dict[str, Any]) -> None:
+        category = event.get("cat")
+        if event.get("ph") != "X" or not isinstance(category, str):
+            return
+        wanted = category in _DEVICE_KINDS or category in _LAUNCHES or category == "cpu_op"
+        name = event.get("name")
+        if not wanted and not (category.endswith("user_annotation") and isinstance(name, str) and is_step(name)):
+            return
+        if not isinstance(name, str):
+            return self._skip("no name", event)
+        times = _times(event)
+        if times is None:
+            return self._skip(f"ts {event.get('ts')!r}, dur {event.get('dur')!r}", event)
+        start, duration = times
+        details = event.get("args")
+        args: dict[str, Any] = details if isinstance(details, dict) else {}
+        if category in _DEVICE_KINDS:
+            self._rows.drop_operators()
+            self._rows.device(
+                _DEVICE_KINDS[category],
+                _text(name),
+                start,
+                duration,
+                stream=_number(args.get("stream", event.get("tid"))),
+                device=_number(args.get("device", event.get("pid"))),
+                node=_number(args.get("graph node id"), lowest=1),
+                process=0,
+                correlation=_number(args.get("correlation"), lowest=1),
+            )
+            return None
+        # One file holds one process; its threads are told apart by whatever stands there.
+        place = (0, hash(event.get("tid")) if isinstance(event.get("tid"), (int, str)) else UNKNOWN)
+        if category in _LAUNCHES:
+            self._kernel_launches += "Launch" in name
+            correlation = _number(args.get("correlation"), lowest=1)
+            if correlation != UNKNOWN:
+                self._rows.launch(correlation, place, start, graph="GraphLaunch" in name)
+        elif category == "cpu_op":
+            if not self._rows.device_rows:
+                self._rows.operator(_text(name), place, start, duration)
+        elif category == "user_annotation":
+            self._rows.annotation(name, place, start, _link(args))
+        else:
+            stream, device = _number(event.get("tid")), _number(event.get("pid"))
+            self._rows.device_range(name, stream, device, start, start + duration, _link(args))
+        return None
+
+    def _skip(self, why: str, event: object) -> None:
+        self._unusable += 1
+        self._first_unusable = self._first_unusable or f"{why} in {str(event)[:120]}"
+
+    def _finish(self) -> Trace:
+        problems = self._problems
+        if self._malformed:
+            problems.append(f"{self._malformed} events are no JSON and were left out ({self._first_malformed})")
+        if self._unusable:
+            problems.append(f"{self._unusable} events cannot be used and were left out ({self._first_unusable})")
+        on_device = bool(self._rows.device_rows or self._kernel_launches)
+        if self._kernel_launches and not self._rows.device_rows and not problems:
+            problems.append(f"{self._kernel_launches} launch calls, but no kernel was recorded")
+        if problems and self._has_device:
+            # Device activity stands behind the operators: what is missing may be all of it.
+            on_device = True
+        return self._rows.finish("kineto", problems=problems, on_device=on_device, repaired=self._repaired)
+
+
+_HINT = "expected the JSON of torch's profiler (.json, .json.gz) or an SQLite export of Nsight Systems"
+
+
+def _what(window: _Window) -> str:
+    if window.fault:
+        return window.fault
+    if not window.text:
+        return "it is empty"
+    shown = window.text[window.at : window.at + 40]
+    return f"it begins with {shown!r}" if shown else "it holds only spaces"
+
+
+def _times(event: dict[str, Any]) -> tuple[int, int] | None:
+    """Start and duration, microseconds in the file, nanoseconds here; None where they cannot be times."""
+    start, duration = event.get("ts"), event.get("dur")
+    for value in (start, duration):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+    start_ns, duration_ns = round(start * 1000), round(duration * 1000)  # type: ignore[operator]
+    return (start_ns, duration_ns) if sane(start_ns, duration_ns) else None
+
+
+def _number(value: object, *, lowest: int = 0) -> int:
+    """A small whole number, or `UNKNOWN`; CUDA's ids begin at 1 where 0 says that there is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**62:
+        return UNKNOWN
+    return value
+
+
+def _link(args: dict[str, Any]) -> int | None:
+    link = _number(args.get("External id"))
+    return None if link == UNKNOWN else link
+
+
+def _text(name: str) -> str:
+    """The name as it was meant: the window reads bytes, names are UTF-8."""
+    if name.isascii():
+        return name
+    try:
+        return name.encode("latin-1").decode("utf-8", "replace")
+    except UnicodeEncodeError:
+        return name  # written with \\u escapes
+
+
+def _repair(broken: str) -> dict[str, Any] | None:
+    """The event, if it is JSON but for numbers written by C (`nan`, `inf`) and backslashes that are not doubled."""
+    text = _BARE_NUMBER.sub(r"\1null", broken)
+    text = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", text)
+    try:
+        event = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None

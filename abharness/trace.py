@@ -1,0 +1,135 @@
+"""A profiler's file -> `Trace`, whichever profiler wrote it; and the kernel table as Parquet and back.
+
+What a file is, its first bytes say, never its name. Parquet's library is imported only where a file is written or read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from array import array
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from abharness.errors import RecordError, TraceError
+from abharness.kineto import read_kineto
+from abharness.nsys import SQLITE_MAGIC, read_nsys
+from abharness.timeline import KINDS, UNKNOWN, Kernel, Kernels, Phase, Step, Trace
+
+__all__ = ["Kernel", "Kernels", "Phase", "Step", "Trace", "read_kernels", "read_trace", "write_kernels"]
+
+RAW_SUFFIXES = (".nsys-rep", ".qdrep")
+SCHEMA_VERSION = 1
+_HEAD = b"abharness.trace"
+_NULLABLE = ("stream", "device", "graph_node", "step")
+
+
+def read_trace(path: Path) -> Trace:
+    """Read the trace of one process: JSON of torch's profiler, plain or gzip, or an SQLite export of Nsight Systems.
+
+    Raises:
+        TraceError: Nothing can be read: no such file, an empty one, no trace, a database that is locked or foreign. A
+            trace that is damaged further on is returned, and says so in `problem`.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(SQLITE_MAGIC))
+        if not magic:
+            raise TraceError(f"{path} is empty", hint="the profiler writes its trace when it is stopped")
+        if magic == SQLITE_MAGIC:
+            return read_nsys(path)
+        if path.suffix in RAW_SUFFIXES:
+            raise TraceError(
+                f"{path} is a raw report of Nsight Systems", hint=f"export it: nsys export --type sqlite {path}"
+            )
+        return read_kineto(path)
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def write_kernels(path: Path, trace: Trace) -> None:
+    """Write a trace as Parquet, whole or not at all: the rows, and the rest in the schema's metadata.
+
+    Raises:
+        OSError: The file cannot be written; an existing one is untouched.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    kernels = trace.kernels
+    columns: dict[str, Any] = {
+        "name": pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array(kernels.name_ids, pyarrow.int32()), pyarrow.array(kernels.names, pyarrow.string())
+        ),
+        "start_s": pyarrow.array(kernels.start_s, pyarrow.float64()),
+        "duration_s": pyarrow.array(kernels.duration_s, pyarrow.float64()),
+        "kind": pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array(kernels.kind_ids, pyarrow.int8()), pyarrow.array(KINDS, pyarrow.string())
+        ),
+        "graph": pyarrow.array(kernels.graph, pyarrow.int8()),
+    }
+    for name in _NULLABLE:
+        values = [None if value == UNKNOWN else value for value in getattr(kernels, name)]
+        columns[name] = pyarrow.array(values, pyarrow.int64())
+    head = {
+        "schema_version": SCHEMA_VERSION,
+        "source": trace.source,
+        "on_device": trace.on_device,
+        "problem": trace.problem,
+        "unsegmented": trace.unsegmented,
+        "repaired": trace.repaired,
+        "steps": [asdict(step) for step in trace.steps],
+    }
+    table = pyarrow.table(columns).replace_schema_metadata({_HEAD: json.dumps(head, allow_nan=False)})
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            pyarrow.parquet.write_table(table, out, compression="zstd")
+            out.flush()
+            os.fsync(out.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_kernels(path: Path) -> Trace:
+    """Read what `write_kernels` wrote.
+
+    Raises:
+        RecordError: It cannot be read, is another table, or of a later version.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+        head = json.loads((table.schema.metadata or {})[_HEAD])
+        if head["schema_version"] != SCHEMA_VERSION:
+            raise RecordError(f"{path} has schema version {head['schema_version']}; this abharness reads {SCHEMA_VERSION}")
+        names = table["name"].combine_chunks()
+        kinds = table["kind"].combine_chunks()
+        places = array("b", [KINDS.index(name) for name in kinds.dictionary.to_pylist()])
+        numbers = {name: array("q", table[name].fill_null(UNKNOWN).to_pylist()) for name in _NULLABLE}
+        return Trace(
+            source=head["source"],
+            kernels=Kernels(
+                names=names.dictionary.to_pylist(),
+                name_ids=array("q", names.indices.to_pylist()),
+                start_s=array("d", table["start_s"].to_pylist()),
+                duration_s=array("d", table["duration_s"].to_pylist()),
+                kind_ids=array("b", [places[place] for place in kinds.indices.to_pylist()]),
+                graph=array("b", table["graph"].to_pylist()),
+                **numbers,
+            ),
+            steps=tuple(Step(**step) for step in head["steps"]),
+            unsegmented=head["unsegmented"],
+            problem=head["problem"],
+            on_device=head["on_device"],
+            repaired=head["repaired"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
+        raise RecordError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
