@@ -22,6 +22,7 @@ from abharness.checks import check_cell, check_variants
 from abharness.diagnostics import remark
 from abharness.effects import Effect, effect_findings, effects
 from abharness.errors import RecordError
+from abharness.executed import PhaseKernels, compare_kernels
 from abharness.floors import Floor
 from abharness.paired import Accuracy, compare_answers
 from abharness.plan import recorded_hash
@@ -45,6 +46,7 @@ class Comparison:
     Attributes:
         launches: (completed, planned) by variant.
         effects: Each declared difference with what proves that the server acts on it.
+        kernels: Which kernels ran in each traced phase.
         codes: Invalidating codes, each once, in order of finding.
         advice: Findings that do not invalidate.
         waived: Findings set aside by `--allow`.
@@ -59,6 +61,7 @@ class Comparison:
     launches: dict[Variant, tuple[int, int]]
     switches: dict[str, dict[Variant, str | None]]
     effects: tuple[Effect, ...]
+    kernels: tuple[PhaseKernels, ...]
     outcome: Outcome
     summary: str
     codes: tuple[str, ...]
@@ -230,9 +233,10 @@ def compare_runs(
         *order_findings(sides, spec),
         *floor_seen,
     ]
-    acted = effects(sides, spec)
+    kernels = compare_kernels({side.variant: [launch.executed for launch in side.launches] for side in sides})
+    acted = effects(sides, spec, kernels)
     shown = [row.call for cell in cells for row in cell.rows if row.decisive] + [item.call for item in accuracy]
-    whole += effect_findings(acted, difference_shown=any(call in ("better", "worse") for call in shown))
+    whole += effect_findings(acted, kernels, difference_shown=any(call in ("better", "worse") for call in shown))
     found = [*whole, *cell_seen, *answer_seen]
     invalid = [item for item in found if stands(item, waivers)]
     accepted = [item for item in found if waived(item, waivers)]
@@ -270,6 +274,7 @@ def compare_runs(
         launches={side.variant: (len(side.launches), side.planned) for side in sides},
         switches=spec.switches(),
         effects=tuple(acted),
+        kernels=kernels,
         outcome=outcome,
         summary=(_aa_summary(outcome, codes, sides) if aa else _summary(outcome, cells, accuracy, codes))
         + watermark(marks, verdict=outcome.endswith("regression")),

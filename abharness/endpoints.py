@@ -1,4 +1,4 @@
-"""vLLM's own endpoints beside the OpenAI API: `/tokenize` -> ordinary token ids, `/metrics` -> counter deltas.
+"""vLLM's own endpoints beside the OpenAI API: `/tokenize` -> ordinary token ids, `/metrics` -> counter deltas, profiler.
 
 Nothing here is timed. `base_url` is the server's root, for example `http://127.0.0.1:8000`.
 """
@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from abharness.errors import LoadFailed
 from abharness.prompts import MIN_POOL_TOKENS, POOL_TEXT
@@ -117,6 +117,21 @@ def server_info(base_url: str, *, timeout_s: float = 60.0) -> tuple[dict[str, An
     if not isinstance(parts.get("vllm_config"), dict):
         return None, "/server_info answered without a structured vllm_config"
     return parts, None
+
+
+def profile(base_url: str, what: Literal["start", "stop"], *, timeout_s: float) -> None:
+    """Start or stop the server's profiler; when it has stopped, its files are written.
+
+    Raises:
+        LoadFailed: The server did not do it.
+    """
+    try:
+        _fetch(f"{base_url.rstrip('/')}/{what}_profile", timeout_s, {})
+    except OSError as error:
+        raise LoadFailed(
+            f"the server did not {what} its profiler: {error}",
+            hint="it needs a vLLM that knows --profiler-config; see the server's log",
+        ) from error
 
 
 def settled_counters(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from abharness.judge import reports_by_pid, role_of
+from abharness.plan import PROFILER_FLAG
 from abharness.record import LaunchRecord
 from abharness.runs import CellKey, Launch
 from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, ExperimentSpec
@@ -41,7 +42,7 @@ def launch_facts(launch: Launch) -> dict[str, str]:
     place = _Placeholder(record)
     own = {record.sentinel, record.served_model_name, str(record.port)}
     facts = {
-        "argv": " ".join(arg for arg in record.argv[1:] if arg not in own),
+        "argv": " ".join(arg for arg in _untraced(record.argv[1:]) if arg not in own),
         "model": record.model,
         "python": record.argv[0] if record.argv else "",
     }
@@ -56,6 +57,12 @@ def launch_facts(launch: Launch) -> dict[str, str]:
     return facts | config_facts(launch)
 
 
+def _untraced(argv: Sequence[str]) -> list[str]:
+    """Arguments without the profiler's, which the harness adds and which do nothing before a profiler is started."""
+    place = next((index for index, arg in enumerate(argv) if arg == PROFILER_FLAG), len(argv))
+    return [*argv[:place], *argv[place + 2 :]]
+
+
 def config_facts(launch: Launch) -> dict[str, str]:
     """The resolved configuration as `config.<dotted key>` and `vllm_env.<NAME>`; empty where it is not on record."""
     info = launch.server_info or {}
@@ -63,7 +70,7 @@ def config_facts(launch: Launch) -> dict[str, str]:
     facts = {
         f"config.{key}": place(_text(value))
         for key, value in _flat(info.get("vllm_config") or {})
-        if not PER_LAUNCH_CONFIG.search(key)
+        if not PER_LAUNCH_CONFIG.search(key) and not key.startswith("profiler_config.")
     }
     own = {*CACHE_VARIABLES, *OWNED_VARIABLES}
     for name, value in (info.get("vllm_env") or {}).items():

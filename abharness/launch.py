@@ -8,73 +8,26 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from abharness import accuracy, endpoints, hearing, judge, loadgen, prompts, server, verify, warmup
-from abharness.ask import Reply, ask, first_completion
-from abharness.checks import check_cell
+from abharness import endpoints, hearing, judge, server, verify
+from abharness.ask import first_completion
 from abharness.errors import AbharnessError, GpuLost, LaunchError, LoadFailed, VerificationFailed
-from abharness.observe import CounterWatch, WindowWatch
-from abharness.plan import PlannedLaunch, Shape, default_caches, shapes
-from abharness.progress import Reporter
-from abharness.record import (
-    AccuracyRun,
-    AnswerRecord,
-    CellRecord,
-    Evidence,
-    Failure,
-    Finding,
-    LaunchRecord,
-    RequestLine,
-    RequestRecord,
-    Variant,
-)
+from abharness.executed import judge_kernels
+from abharness.load import Load, RunContext
+from abharness.plan import PlannedLaunch, default_caches
+from abharness.record import Evidence, Failure, Finding, LaunchRecord, TracedPhase
 from abharness.redaction import redact, redact_data
-from abharness.runs import (
-    ANSWERS_FILE,
-    EVIDENCE_FILE,
-    LAUNCH_FILE,
-    LOG_FILE,
-    REQUESTS_FILE,
-    SERVER_INFO_FILE,
-    TELEMETRY_FILE,
-)
+from abharness.runs import EVIDENCE_FILE, LAUNCH_FILE, LOG_FILE, SERVER_INFO_FILE, TELEMETRY_FILE, read_executed
 from abharness.sampler import Sampler
 from abharness.samples import write_samples
 from abharness.signals import interrupts_held
-from abharness.spec import SENTINEL_VARIABLE, ExperimentSpec, Gsm8kWorkload
-from abharness.storage import append_lines, write_json, write_model
-from abharness.telemetry import GPU_LOST_HINT, Gpu
-
-
-@dataclass(frozen=True, slots=True)
-class Questions:
-    """A gsm8k workload made ready before anything is launched."""
-
-    asked: Sequence[accuracy.Question]
-    prompts: Sequence[accuracy.Prompt]
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunContext:
-    """What the launches of one run share.
-
-    Attributes:
-        questions: Questions of each gsm8k workload.
-        versions: What each variant's interpreter reports of itself.
-    """
-
-    spec: ExperimentSpec
-    config_hash: str
-    gpu: Gpu
-    reporter: Reporter
-    questions: Mapping[str, Questions]
-    versions: Mapping[Variant, Mapping[str, str]]
+from abharness.spec import SENTINEL_VARIABLE
+from abharness.storage import write_json, write_model
+from abharness.telemetry import GPU_LOST_HINT
+from abharness.tracing import trace_launch
 
 
 def utc_now() -> str:
@@ -95,13 +48,11 @@ class LaunchExecution:
         self.started_s = time.monotonic()
         self.ready_s: float | None = None
         self.stop_s: float | None = None
-        self.cells: list[CellRecord] = []
-        self.accuracy: list[AccuracyRun] = []
+        self.traces: list[TracedPhase] = []
         self.findings: list[Finding] = []
         self.evidence = Evidence(server_versions=dict(run.versions[planned.variant]))
         self.sampler = Sampler(run.gpu, run.spec.telemetry.interval_s)
-        self.ordinal = 0
-        self.token_pool: Sequence[int] = ()
+        self.load: Load | None = None
 
     @property
     def base_url(self) -> str:
@@ -178,9 +129,10 @@ class LaunchExecution:
         self.evidence = self.evidence.model_copy(update={"socket_owner_pid": vllm.socket_owner_pid})
         self._verify(vllm, "before_load")
         self._save_server_info()
+        load = self._make_load(vllm)
         self.sampler.start()
         try:
-            self._load(vllm)
+            load.measure()
         except LoadFailed:
             # Then the load ended for that, whatever else it said.
             self._raise_if_lost(vllm)
@@ -196,23 +148,35 @@ class LaunchExecution:
             self.evidence = self.evidence.model_copy(update=found)
         self._raise_if_lost(vllm)
         self._enter("after load")
-        reason = vllm.alive() or first_completion(self.base_url, self.planned.served_model_name, timeout_s=60.0)
+        reason = vllm.alive() or first_completion(load.base_url, self.planned.served_model_name, timeout_s=60.0)
         if reason:
             raise LoadFailed(f"the server no longer answers after the load: {reason}", log_tail=vllm.log_tail(40))
         vllm.check_listener()
         self._verify(vllm, "after_load")
+        # Last: what is measured and proven by now stays so, whatever the profiler does to the server.
+        self.traces = trace_launch(load, self.planned, self.folder, self._enter)
+        self._judge_kernels()
 
-    def _load(self, vllm: server.VllmServer) -> None:
-        if self.spec.workloads:
-            pool = endpoints.token_pool(self.base_url, self.planned.served_model_name)
-            self.token_pool = pool.tokens
-            self._check_lengths(pool.max_model_len)
-        for workload in self.spec.workloads:
-            if isinstance(workload, Gsm8kWorkload):
-                self._answer(workload, vllm)
-            else:
-                for shape in shapes(workload):
-                    self._cell(shape, vllm)
+    def _judge_kernels(self) -> None:
+        expected = self.spec.verify.expect_kernels.get(self.planned.variant)
+        if expected is None:
+            return
+        executed = read_executed(self.folder, self.traces, self.evidence)
+        for finding in judge_kernels(executed, expected):
+            if finding.fatal:
+                raise VerificationFailed(finding.message, hint=finding.hint, code=finding.code)
+            self.run.reporter.note(f"{finding.code}: {finding.message}")
+
+    def _make_load(self, vllm: server.VllmServer) -> Load:
+        self.load = Load(
+            self.run,
+            self.planned,
+            self.folder,
+            sampler=self.sampler,
+            alive=lambda: self._alive(vllm),
+            enter=self._enter,
+        )
+        return self.load
 
     def _alive(self, vllm: server.VllmServer) -> str | None:
         """Why the load cannot go on, or None; returns at once."""
@@ -228,18 +192,6 @@ class LaunchExecution:
         if info is not None:
             write_json(self.folder / SERVER_INFO_FILE, redact_data(info))
         self.evidence = self.evidence.model_copy(update={"server_info_absent": absent})
-
-    def _check_lengths(self, max_model_len: int | None) -> None:
-        """The server's own limit, where the spec did not set one: refused before load, not failed in the middle."""
-        for workload in self.spec.workloads:
-            if max_model_len is None or isinstance(workload, Gsm8kWorkload):
-                continue
-            need = max(shape.input_len + shape.output_len for shape in shapes(workload))
-            if need > max_model_len:
-                raise LoadFailed(
-                    f"{workload.name} needs {need} tokens a request, the server takes {max_model_len}",
-                    hint="lower the lengths or raise --max-model-len",
-                )
 
     def _verify(self, vllm: server.VllmServer, when: Any) -> None:
         self._enter(f"verify {when}")
@@ -268,159 +220,6 @@ class LaunchExecution:
             raise VerificationFailed(
                 "; ".join(finding.message for finding in fatal), hint=fatal[0].hint, code=fatal[0].code
             )
-
-    def _next_prompts(self, shape: Shape, count: int, label: str, input_len: int) -> list[list[int]]:
-        built = prompts.build_prompts(
-            self.token_pool,
-            seed=self.spec.design.seed,
-            label=f"{shape.label} {label}",
-            num_prompts=count,
-            input_len=input_len,
-            first_ordinal=self.ordinal,
-        )
-        self.ordinal += count
-        return built
-
-    def _drive(
-        self, shape: Shape, vllm: server.VllmServer, sent: list[list[int]], output_len: int | Sequence[int]
-    ) -> loadgen.CellTraffic:
-        return loadgen.run_cell(
-            base_url=self.base_url,
-            served_model=self.planned.served_model_name,
-            prompts=sent,
-            output_len=output_len,
-            max_concurrency=shape.max_concurrency,
-            request_timeout_s=self.spec.server.request_timeout_s,
-            alive=lambda: self._alive(vllm),
-            on_progress=self.run.reporter.advance,
-        )
-
-    def _warm_up(self, shape: Shape, vllm: server.VllmServer) -> None:
-        for wave in warmup.waves(shape):
-            self._enter(f"{shape.label} warm-up")
-            sent = self._next_prompts(shape, len(wave.output_lens), f"warm-up {wave.name}", wave.input_len)
-            counters = CounterWatch(self.base_url)
-            traffic = self._drive(shape, vllm, sent, wave.output_lens)
-            failed = [request.error for request in traffic.requests if request.error]
-            if failed:
-                raise LoadFailed(f"{len(failed)} of {len(sent)} warm-up requests failed: {failed[0]}")
-            # Tokens of the warm-up that the server counts late must not be counted in the window.
-            counters.ended(
-                prompt_tokens=sum(map(len, sent)),
-                generation_tokens=sum(wave.output_lens),
-            )
-
-    def _cell(self, shape: Shape, vllm: server.VllmServer) -> None:
-        self._warm_up(shape, vllm)
-        for repeat in range(shape.repeats):
-            self._enter(shape.label if shape.repeats == 1 else f"{shape.label} repeat {repeat + 1}/{shape.repeats}")
-            sent = self._next_prompts(shape, shape.num_prompts, f"repeat {repeat}", shape.input_len)
-            watch = WindowWatch(self.base_url, self.folder / LOG_FILE, self.planned.cache_dirs, self.sampler)
-            try:
-                traffic = self._drive(shape, vllm, sent, shape.output_len)
-            except (loadgen.CellFailed, loadgen.CellInterrupted) as cut:
-                self._keep(shape, repeat, cut.traffic.requests)
-                raise
-            self._keep(shape, repeat, traffic.requests)
-            seen = watch.ended(
-                traffic.started_s,
-                traffic.ended_s,
-                prompt_tokens=sum(request.prompt_tokens or 0 for request in traffic.requests),
-                generation_tokens=sum(request.output_tokens or 0 for request in traffic.requests),
-            )
-            cell = CellRecord(
-                workload=shape.workload,
-                kind=shape.kind,
-                input_len=shape.input_len,
-                output_len=shape.output_len,
-                max_concurrency=shape.max_concurrency,
-                repeat=repeat,
-                started_s=traffic.started_s,
-                ended_s=traffic.ended_s,
-                prompts_sha256=prompts.prompts_hash(sent),
-                client=traffic.client,
-                **seen,
-            )
-            self.cells.append(cell)
-            for finding in check_cell(cell, traffic.requests):
-                self.run.reporter.note(f"{shape.label}: {finding.code}: {finding.message}")
-
-    def _keep(self, shape: Shape, repeat: int, requests: Sequence[RequestRecord]) -> None:
-        lines = [
-            RequestLine(
-                workload=shape.workload,
-                input_len=shape.input_len,
-                output_len=shape.output_len,
-                max_concurrency=shape.max_concurrency,
-                repeat=repeat,
-                request=request,
-            )
-            for request in requests
-        ]
-        append_lines(self.folder / REQUESTS_FILE, lines)
-
-    def _answer(self, workload: Gsm8kWorkload, vllm: server.VllmServer) -> None:
-        self._enter(f"{workload.name} {workload.num_questions} questions")
-        ready = self.run.questions[workload.name]
-        counters = CounterWatch(self.base_url)
-        started_s = time.monotonic()
-        records: list[AnswerRecord] = []
-
-        def on_answer(index: int, reply: Reply) -> None:
-            records.append(self._answer_record(workload, ready, index, reply))
-            append_lines(self.folder / ANSWERS_FILE, records[-1:])
-            self.run.reporter.advance(len(records), workload.num_questions)
-
-        ask(
-            base_url=self.base_url,
-            served_model=self.planned.served_model_name,
-            prompts=[prompt.messages or prompt.text or "" for prompt in ready.prompts],
-            max_tokens=workload.max_tokens,
-            max_concurrency=workload.max_concurrency,
-            logprobs=workload.logprobs,
-            stop=ready.prompts[0].stop,
-            seed=self.spec.design.seed,
-            request_timeout_s=self.spec.server.request_timeout_s,
-            alive=lambda: self._alive(vllm),
-            on_answer=on_answer,
-        )
-        ended_s = time.monotonic()
-        self.accuracy.append(
-            AccuracyRun(
-                workload=workload.name,
-                num_questions=workload.num_questions,
-                doc_ids=[question.doc_id for question in ready.asked],
-                answered=len(records),
-                max_concurrency=workload.max_concurrency,
-                max_tokens=workload.max_tokens,
-                questions_sha256=ready.sha256,
-                started_s=started_s,
-                ended_s=ended_s,
-                counters=counters.ended(
-                    prompt_tokens=sum(record.prompt_tokens or 0 for record in records),
-                    generation_tokens=sum(record.output_tokens or 0 for record in records),
-                ),
-            )
-        )
-        states = accuracy.summarise(records).states
-        self.run.reporter.note(f"{workload.name}: {', '.join(f'{count} {state}' for state, count in states.items())}")
-
-    def _answer_record(self, workload: Gsm8kWorkload, ready: Questions, index: int, reply: Reply) -> AnswerRecord:
-        return accuracy.answer_record(
-            workload.name,
-            ready.asked[index],
-            ready.prompts[index],
-            reply.text,
-            finish_reason=reply.finish_reason,
-            generation={"max_tokens": workload.max_tokens, "temperature": 0, "seed": self.spec.design.seed},
-            reasoning=reply.reasoning,
-            tokens=reply.tokens,
-            prompt_tokens=reply.prompt_tokens,
-            output_tokens=reply.output_tokens,
-            e2el_s=reply.e2el_s,
-            error=reply.error,
-            decided_by=workload.filter,
-        )
 
     def _stop(self, vllm: server.VllmServer) -> None:
         before = self.phase
@@ -482,8 +281,9 @@ class LaunchExecution:
             wall_s=time.monotonic() - self.started_s,
             findings=self.findings,
             sampling=self.sampler.sampling(),
-            cells=self.cells,
-            accuracy=self.accuracy,
+            cells=self.load.cells if self.load else [],
+            accuracy=self.load.accuracy if self.load else [],
+            traces=self.traces,
             error=failure,
         )
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from abharness import stats
 from abharness.cells import Call
-from abharness.checks import CODES, TRUNCATION_LIMIT, check_accuracy, check_answer_totals
+from abharness.checks import TRUNCATION_LIMIT, check_accuracy, check_answer_totals
+from abharness.codes import CODES
 from abharness.flips import Flip, explain_flip
 from abharness.record import AnswerRecord, Finding, Variant
 from abharness.spec import VARIANTS, ExperimentSpec, Gsm8kWorkload

@@ -28,8 +28,14 @@ from abharness.spec import (
     DecodeWorkload,
     DesignSpec,
     ExperimentSpec,
+    Gsm8kWorkload,
     PrefillWorkload,
 )
+
+PROFILER_FLAG = "--profiler-config"
+
+TRACE = "trace"
+"""Stands for the workload's name in the shapes of traced phases."""
 
 BASE_VARIABLES: tuple[str, ...] = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ",
@@ -84,6 +90,7 @@ class PlannedLaunch:
         tmp_dir: `TMPDIR` of the launch.
         probe_dir: Where its processes report about themselves.
         probe_absent: Why the probe cannot be brought into it, or None.
+        trace_dir: Where its profiler writes; nothing is there unless the spec asks for a trace.
     """
 
     index: int
@@ -100,6 +107,7 @@ class PlannedLaunch:
     tmp_dir: Path
     probe_dir: Path
     probe_absent: str | None
+    trace_dir: Path
 
     @property
     def label(self) -> str:
@@ -185,7 +193,7 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
     argv = (
         str(host.pythons[variant]), "-m", "vllm.entrypoints.cli.main", "serve", host.model,
         "--host", "127.0.0.1", "--port", str(host.port), "--served-model-name", served_model_name,
-        *spec.merged_args(variant),
+        *spec.merged_args(variant), *_profiler_args(spec, home / "traces"),
     )  # fmt: skip
     return PlannedLaunch(
         index=index,
@@ -202,7 +210,25 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
         tmp_dir=home / "tmp",
         probe_dir=home / "probe",
         probe_absent=absent,
+        trace_dir=home / "traces",
     )
+
+
+def _profiler_args(spec: ExperimentSpec, folder: Path) -> tuple[str, ...]:
+    """Makes the profiler available to a launch that is to be traced.
+
+    vLLM makes the profiler only when it is first started, so the measured load runs without it.
+    """
+    if spec.traced is None:
+        return ()
+    config = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(folder),
+        "torch_profiler_with_stack": False,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,
+    }
+    return (PROFILER_FLAG, json.dumps(config))
 
 
 def _probe_absent(declared: Mapping[str, str | None]) -> str | None:
@@ -227,7 +253,7 @@ def default_caches(env: Mapping[str, str]) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One cell to run: a workload's name with one of its shapes."""
+    """One cell or traced phase to run: a workload's name with one of its shapes."""
 
     workload: str
     kind: Literal["decode", "prefill"]
@@ -242,6 +268,11 @@ class Shape:
     def label(self) -> str:
         """Text that names the cell and seeds its prompts."""
         return f"{self.workload} input_len={self.input_len} output_len={self.output_len} x{self.max_concurrency}"
+
+    @property
+    def phase(self) -> str:
+        """Name of a traced phase: `decode[16]` decodes 16 rows, `prefill[2048]` processes prompts of 2,048 tokens."""
+        return f"{self.kind}[{self.max_concurrency if self.kind == 'decode' else self.input_len}]"
 
 
 def shapes(workload: DecodeWorkload | PrefillWorkload) -> list[Shape]:
@@ -275,6 +306,34 @@ def shapes(workload: DecodeWorkload | PrefillWorkload) -> list[Shape]:
     ]
 
 
+DEFAULT_TRACE_LEN = 128
+"""Prompt tokens of traced decode phases where no workload says how many."""
+
+TRACE_MARGIN_STEPS = 8
+"""Decode steps of a traced request beyond those asked for: requests that are sent together do not start in one step."""
+
+TRACED_PREFILLS = 2
+"""Prompts of a traced prefill phase."""
+
+
+def trace_shapes(spec: ExperimentSpec) -> list[Shape]:
+    """The phases of the trace a spec asks for, decode first; none where it asks for no trace."""
+    trace = spec.traced
+    if trace is None:
+        return []
+    decode = [workload for workload in spec.workloads if isinstance(workload, DecodeWorkload)]
+    lens = [n for workload in spec.workloads if isinstance(workload, PrefillWorkload) for n in workload.input_lens]
+    rows = [n for workload in decode for n in workload.max_concurrency]
+    rows = rows or [workload.max_concurrency for workload in spec.workloads if isinstance(workload, Gsm8kWorkload)]
+    input_len = trace.input_len or (decode[0].input_len if decode else DEFAULT_TRACE_LEN)
+    lens = lens or [input_len]
+    output_len = trace.steps + TRACE_MARGIN_STEPS
+    traced_rows = sorted({min(rows), max(rows)} if rows else ()) if trace.decode is None else trace.decode
+    traced_lens = sorted({min(lens), max(lens)}) if trace.prefill is None else trace.prefill
+    shapes = [Shape(TRACE, "decode", input_len, output_len, many, many, many, 1) for many in traced_rows]
+    return [*shapes, *(Shape(TRACE, "prefill", length, 1, 1, TRACED_PREFILLS, 1, 1) for length in traced_lens)]
+
+
 def describe(spec: ExperimentSpec, plan: Plan) -> str:
     """The plan as `--dry-run` prints it."""
     lines = [
@@ -296,4 +355,7 @@ def describe(spec: ExperimentSpec, plan: Plan) -> str:
             lines.append(f"  not passed on from this shell: {', '.join(launch.not_passed)}")
     lines += ["", "workloads of every launch, in this order"]
     lines += [f"  {workload.model_dump_json(exclude_none=True)}" for workload in spec.workloads]
+    if traced := trace_shapes(spec):
+        lines += ["", "traced after them, in this order"]
+        lines += [f"  {shape.phase} ({shape.input_len} prompt tokens a request)" for shape in traced]
     return "\n".join(lines) + "\n"

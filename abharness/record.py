@@ -5,6 +5,7 @@ A run is a folder (`results/<experiment>/<UTC timestamp>-<config hash>/`):
     experiment.json                     resolved spec, plan, provenance
     launches/<k>-<variant>/launch.json  one server lifetime, written when it ends, failed or not
     launches/<k>-<variant>/requests.jsonl, gsm8k.jsonl, telemetry.parquet, evidence.json, server.log
+    launches/<k>-<variant>/kernels/<phase>.<rank>.parquet, and the profiler's own files in traces/
 
 Field order tells the story: version, status, identity, configuration, evidence, results, error. Times are seconds
 (`_s`), sizes bytes (`_bytes`). Absent is `None` with a reason, never 0. NaN and infinity are never written.
@@ -149,6 +150,36 @@ class CellRecord(Model):
     gpus_absent: str | None = None
     compilation: Compilation | None = None
     findings: list[Finding] = []
+
+
+class TracedPhase(Model):
+    """One traced phase of one launch: what was sent, and where its kernels are.
+
+    Attributes:
+        name: `decode[16]`: 16 rows decode together; `prefill[2048]`: prompts of 2,048 tokens.
+        kind: `decode` or `prefill`.
+        input_len: Prompt tokens a request.
+        output_len: Output tokens a request.
+        requests: Requests sent, all at once in a decode phase, one after the other in a prefill phase.
+        rows: Rows of the decode steps that count; None in a prefill phase.
+        started_s: When the profiler was started, on the clock of the requests.
+        ended_s: When its traces were written.
+        files: Kernel tables (Parquet), one for each process that ran the model, relative to the launch's folder.
+        raw: The profiler's own files, which may be large: relative to the launch's folder, with their sizes in bytes.
+        absent: Why there is no table, or None.
+    """
+
+    name: str
+    kind: Literal["decode", "prefill"]
+    input_len: Count
+    output_len: Count
+    requests: Count
+    rows: Count | None = None
+    started_s: float
+    ended_s: float
+    files: list[str] = []
+    raw: dict[str, int] = {}
+    absent: str | None = None
 
 
 class RequestLine(Model):
@@ -350,6 +381,7 @@ class LaunchRecord(Model):
         wall_s: From preflight to stopped.
         findings: Launch-level results of checks; those of a cell are with the cell.
         sampling: How the GPUs were sampled; None where there was no GPU to sample.
+        traces: The traced phases, after everything measured; empty where no trace was asked for.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -374,6 +406,7 @@ class LaunchRecord(Model):
     sampling: Sampling | None = None
     cells: list[CellRecord] = []
     accuracy: list[AccuracyRun] = []
+    traces: list[TracedPhase] = []
     error: Failure | None = None
 
 

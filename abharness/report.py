@@ -13,7 +13,7 @@ from typing import Any
 
 from abharness import stats
 from abharness.cells import Cell, Row
-from abharness.checks import CODES, code_of
+from abharness.codes import CODES, code_of
 from abharness.compare import Comparison
 from abharness.paired import Accuracy, ChangedAnswer
 from abharness.record import Variant

@@ -11,7 +11,8 @@ from typing import Any
 
 from abharness import accuracy, provenance
 from abharness.errors import GpuLost, PreflightError, TeardownError, UsageError, VerificationFailed
-from abharness.launch import LaunchExecution, Questions, RunContext, utc_now
+from abharness.launch import LaunchExecution, utc_now
+from abharness.load import Questions, RunContext
 from abharness.plan import Plan, recorded_hash
 from abharness.progress import Reporter
 from abharness.record import LaunchRecord, RunRecord, Variant

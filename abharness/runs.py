@@ -15,6 +15,7 @@ from typing import Any
 
 from abharness.accuracy import rescored
 from abharness.errors import RecordError
+from abharness.executed import Executed
 from abharness.record import (
     AnswerRecord,
     CellRecord,
@@ -23,10 +24,12 @@ from abharness.record import (
     RequestLine,
     RequestRecord,
     RunRecord,
+    TracedPhase,
     Variant,
 )
 from abharness.samples import by_gpu, read_samples, summarise
 from abharness.storage import read_json, read_lines, read_model
+from abharness.trace import read_kernels
 
 RUN_FILE = "experiment.json"
 LAUNCH_FILE = "launch.json"
@@ -36,6 +39,8 @@ EVIDENCE_FILE = "evidence.json"
 LOG_FILE = "server.log"
 SERVER_INFO_FILE = "server_info.json"
 TELEMETRY_FILE = "telemetry.parquet"
+KERNELS_DIR = "kernels"
+TRACES_DIR = "traces"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -67,6 +72,7 @@ class Launch:
         requests: Requests by cell and repeat.
         answers: Answers by workload.
         server_info: The server's resolved configuration, or None where it is not on record.
+        executed: The traced phases with the kernels they show.
     """
 
     path: Path
@@ -76,6 +82,7 @@ class Launch:
     answers: dict[str, list[AnswerRecord]]
     server_info: dict[str, Any] | None = None
     warnings: tuple[str, ...] = ()
+    executed: tuple[Executed, ...] = ()
 
     def cells_of(self, key: CellKey) -> list[CellRecord]:
         """The repeats of one cell."""
@@ -180,7 +187,29 @@ def read_launch(path: Path) -> Launch:
             )
     info_file = path / SERVER_INFO_FILE
     info = read_json(info_file) if info_file.exists() else None
-    return Launch(path, record, evidence, dict(requests), dict(answers), info, tuple(warnings))
+    executed = read_executed(path, record.traces, evidence)
+    return Launch(path, record, evidence, dict(requests), dict(answers), info, tuple(warnings), executed)
+
+
+def read_executed(path: Path, phases: Sequence[TracedPhase], evidence: Evidence) -> tuple[Executed, ...]:
+    """The traced phases of a launch with their kernel tables; what cannot be read is absent, with the reason.
+
+    Args:
+        path: Folder of the launch.
+        phases: On its record.
+        evidence: Says whether it had a GPU: a trace without device activity then shows nothing of it.
+    """
+    found = []
+    for phase in phases:
+        try:
+            traces = tuple(read_kernels(path / file) for file in phase.files)
+            absent = phase.absent or (None if traces else "no kernel table is on record")
+        except RecordError as error:
+            traces, absent = (), str(error)
+        if evidence.gpu_uuids and any(not trace.on_device for trace in traces):
+            traces, absent = (), "the trace holds no device activity, and the launch had a GPU"
+        found.append(Executed(phase, traces, absent))
+    return tuple(found)
 
 
 def _with_samples(path: Path, record: LaunchRecord) -> LaunchRecord:

@@ -48,6 +48,7 @@ OWNED_ARGS: dict[str, str] = {
     "--model": "set server.model",
     "--uds": "servers are bound to loopback",
     "--config": "a file of arguments would hide the difference between the variants",
+    "--profiler-config": "the trace section asks for traces",
 }
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -217,16 +218,57 @@ class TelemetrySpec(_Strict):
     interval_s: Annotated[float, Field(ge=0.02, le=10)] = 0.1
 
 
+class TraceSpec(_Strict):
+    """A short traced phase after everything measured: which kernels run, by vLLM's own torch profiler.
+
+    Attributes:
+        decode: Rows (requests decoding together) of each decode phase; null: fewest and most of the decode workloads.
+        prefill: Prompt lengths, tokens, of each prefill phase; null: shortest and longest of the prefill workloads.
+        input_len: Prompt tokens of the decode phases; null: the decode workload's own.
+        steps: Decode steps of all rows together that are traced, at least.
+    """
+
+    decode: tuple[Count, ...] | None = None
+    prefill: tuple[Annotated[int, Field(ge=4, strict=True)], ...] | None = None
+    input_len: Annotated[int, Field(ge=4, strict=True)] | None = None
+    steps: Annotated[int, Field(ge=1, le=1000, strict=True)] = 8
+
+
+class KernelPatterns(_Strict):
+    """Regular expressions, searched for in the full names of kernels."""
+
+    require: tuple[str, ...] = ()
+    forbid: tuple[str, ...] = ()
+
+
+PhaseName = Annotated[str, StringConstraints(pattern=r"^(decode|prefill)(\[[1-9][0-9]{0,8}\])?$")]
+
+
+class KernelExpectation(KernelPatterns):
+    """What must have run in a variant, by the trace.
+
+    Attributes:
+        require: Each must match a kernel in at least one traced phase.
+        forbid: None may match a kernel in any of them.
+        phases: The same for steps of one kind: `decode` (steps that only decode, all rows together), `prefill` (steps
+            that only process prompts), every traced phase of that kind; or one phase: `decode[16]`, `prefill[2048]`.
+    """
+
+    phases: dict[PhaseName, KernelPatterns] = {}
+
+
 class VerifySpec(_Strict):
     """Evidence asked for beyond the environment, by variant.
 
     Attributes:
         expect_log: Regular expressions that must each match a line of the startup log.
         plugins: General plugins that must have loaded in the processes that run the model.
+        expect_kernels: Kernels that must, or must not, have run; it asks for a trace.
     """
 
     expect_log: dict[Variant, tuple[str, ...]] = {}
     plugins: dict[Variant, tuple[str, ...]] = {}
+    expect_kernels: dict[Variant, KernelExpectation] = {}
 
 
 class ExperimentSpec(_Strict):
@@ -239,7 +281,13 @@ class ExperimentSpec(_Strict):
     design: DesignSpec = DesignSpec()
     workloads: Annotated[tuple[Workload, ...], Field(min_length=1)]
     telemetry: TelemetrySpec = TelemetrySpec()
+    trace: TraceSpec | None = None
     verify: VerifySpec = VerifySpec()
+
+    @property
+    def traced(self) -> TraceSpec | None:
+        """The trace to take, or None: one that is asked for, or that `verify.expect_kernels` rests on."""
+        return self.trace or (TraceSpec() if self.verify.expect_kernels else None)
 
     def merged_env(self, variant: Variant) -> Env:
         """Environment declared for a variant; None means must be unset."""

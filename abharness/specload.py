@@ -7,7 +7,7 @@ faults of a file are reported at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from abharness import yamlload
 from abharness.errors import SpecError, UsageError
 from abharness.metrics import METRICS
+from abharness.plan import trace_shapes
 from abharness.record import Finding
 from abharness.spec import (
     OWNED_ARGS,
@@ -26,10 +27,13 @@ from abharness.spec import (
     DesignSpec,
     ExperimentSpec,
     Gsm8kWorkload,
+    KernelExpectation,
+    KernelPatterns,
     PrefillWorkload,
     Primary,
     ServerSpec,
     TelemetrySpec,
+    TraceSpec,
     VariantSpec,
     VerifySpec,
 )
@@ -223,6 +227,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "server": ServerSpec,
     "design": DesignSpec,
     "telemetry": TelemetrySpec,
+    "trace": TraceSpec,
     "verify": VerifySpec,
 }
 
@@ -236,6 +241,8 @@ def _allowed(path: yamlload.Path) -> str:
             "gsm8k": Gsm8kWorkload,
         }
         return "; ".join(f"{kind}: {', '.join(model.model_fields)}" for kind, model in kinds.items())
+    if path[:2] == ("verify", "expect_kernels") and len(path) > 3:
+        return ", ".join((KernelPatterns if "phases" in path[3:-1] else KernelExpectation).model_fields)
     if path[0] == "variants" and len(path) > 2:
         return ", ".join(VariantSpec.model_fields)
     section = _SECTIONS.get(str(path[0]), ExperimentSpec) if len(path) > 1 else ExperimentSpec
@@ -287,13 +294,27 @@ def _cross_checks(spec: ExperimentSpec, located: yamlload.Located) -> list[str]:
         )
     _check_workloads(spec, tell)
     _check_primary(spec, tell)
-    for name, patterns in spec.verify.expect_log.items():
-        for index, pattern in enumerate(patterns):
-            try:
-                re.compile(pattern)
-            except (re.error, OverflowError, RecursionError) as error:
-                tell(("verify", "expect_log", name, index), f"not a regular expression: {error}")
+    _check_trace(spec, tell)
+    for path, pattern in _patterns(spec):
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            tell(path, f"not a regular expression: {error}")
     return problems
+
+
+def _patterns(spec: ExperimentSpec) -> Iterator[tuple[yamlload.Path, str]]:
+    """Every regular expression of a spec with its place."""
+    held: list[tuple[yamlload.Path, Sequence[str]]] = [
+        (("verify", "expect_log", variant), texts) for variant, texts in spec.verify.expect_log.items()
+    ]
+    for variant, expected in spec.verify.expect_kernels.items():
+        path: yamlload.Path = ("verify", "expect_kernels", variant)
+        parts: list[tuple[yamlload.Path, KernelPatterns]] = [(path, expected)]
+        parts += [((*path, "phases", name), part) for name, part in expected.phases.items()]
+        held += [((*at, key), getattr(part, key)) for at, part in parts for key in ("require", "forbid")]
+    for path, texts in held:
+        yield from (((*path, index), text) for index, text in enumerate(texts))
 
 
 _ENV_NAME = re.compile(r"[^=\0]+")
@@ -354,6 +375,24 @@ def _check_workloads(spec: ExperimentSpec, tell: Any) -> None:
                     tell((*path, "num_fewshot"), "a local dataset has no train split; name a file in fewshot_dataset")
         if limit is not None and need > limit:
             tell(path, f"{what} = {need} tokens do not fit --max-model-len {limit}")
+
+
+def _check_trace(spec: ExperimentSpec, tell: Any) -> None:
+    shapes = trace_shapes(spec)
+    if spec.traced is not None and not shapes:
+        tell(("trace",), "nothing would be traced: name rows in trace.decode or lengths in trace.prefill")
+    limits = [_int_arg(spec.merged_args(variant), "--max-model-len") for variant in VARIANTS]
+    limit = min((value for value in limits if value is not None), default=None)
+    for shape in shapes:
+        if limit is not None and shape.input_len + shape.output_len > limit:
+            need = shape.input_len + shape.output_len
+            tell(("trace",), f"{shape.phase} needs {need} tokens a request, --max-model-len is {limit}")
+    traced = {name for shape in shapes for name in (shape.kind, shape.phase)}
+    for variant, expected in spec.verify.expect_kernels.items():
+        for name in expected.phases:
+            if name not in traced:
+                path = ("verify", "expect_kernels", variant, "phases", name)
+                tell(path, f"no such phase is traced; there are {', '.join(sorted(traced))} (see trace)")
 
 
 def _check_primary(spec: ExperimentSpec, tell: Any) -> None:

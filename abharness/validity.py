@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from abharness.checks import CODES
+from abharness.codes import CODES
+from abharness.executed import judge_kernels
 from abharness.facts import MEASURED_CONFIG, declared_facts, follows_from_arguments, launch_facts
 from abharness.judge import judge_caches, judge_check, judge_gpu_pids
 from abharness.record import Finding, Variant
@@ -71,6 +72,8 @@ def launch_findings(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
             expected, findings = _expected(launch, spec)
             findings += judge_caches(evidence.caches, evidence.default_caches_touched)
             findings += judge_gpu_pids(evidence.gpu_pids_seen, evidence.tree_pids, evidence.environment)
+            if (kernels := spec.verify.expect_kernels.get(side.variant)) is not None:
+                findings += judge_kernels(launch.executed, kernels)
             for check in evidence.environment:
                 again = judge_check(
                     check,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from abharness.checks import CODES, code_of
+from abharness.codes import CODES, code_of
 from abharness.errors import UsageError
 from abharness.validity import Seen
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from abharness.checks import CODES
+from abharness.codes import CODES
 
 PACKAGE = Path(__file__).parent.parent / "abharness"
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "redaction": set(),
     "yamlload": set(),
     "spec": {"record"},
-    "specload": {"errors", "metrics", "record", "spec", "yamlload"},
+    "specload": {"errors", "metrics", "plan", "record", "spec", "yamlload"},
     "cache": {"errors"},
     "metrics": {"record"},
     "stats": set(),
@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "samples": {"errors", "windows"},
     "runs": {"accuracy", "errors", "record", "samples", "storage"},
     "judge": {"record", "redaction", "witnesses"},
-    "facts": {"judge", "record", "runs", "spec"},
+    "facts": {"judge", "plan", "record", "runs", "spec"},
     "effects": {"facts", "judge", "record", "spec", "validity"},
     "validity": {"checks", "facts", "judge", "record", "runs", "spec", "stats"},
     "cells": {"metrics", "record", "runs", "spec", "stats"},
@@ -88,7 +88,7 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "signals": set(),
 }
-ASSEMBLERS = {"launch", "runner", "prepare", "provenance", "inspection", "commands", "cli"}
+ASSEMBLERS = {"launch", "load", "tracing", "runner", "prepare", "provenance", "inspection", "commands", "cli"}
 
 
 def imports(module: str, *, top_level: bool = False) -> set[str]:

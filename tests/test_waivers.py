@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from abharness.checks import CODES
+from abharness.codes import CODES
 from abharness.cli import main
 from abharness.record import Finding, ServerCounters
 from tests.synthetic import Made, write_run

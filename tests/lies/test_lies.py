@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from abharness.checks import CODES
+from abharness.codes import CODES
 from tests.lies import clocks, load, records, servers, switches
 from tests.lies.battery import Lie, Outcome, Setup, carry_out, copy_of, judge_records
 
