@@ -22,7 +22,18 @@ _RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _GRAPH = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _KNOWN = {_KERNEL, _RUNTIME, _GRAPH, "StringIds", "NVTX_EVENTS", "TARGET_INFO_SESSION_START_TIME"}
 
-_COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
+_COPIES = {
+    1: "HtoD",
+    2: "DtoH",
+    3: "HtoA",
+    4: "AtoH",
+    5: "AtoA",
+    6: "AtoD",
+    7: "DtoA",
+    8: "DtoD",
+    9: "HtoH",
+    10: "PtoP",
+}
 """CUPTI's kinds of copies, by the names that torch's profiler gives them."""
 
 _PROCESS_SHIFT = 24

@@ -287,7 +287,9 @@ class Assembler:
         )
         told = list(problems)
         if not order:
-            told.append("it holds no device activity" if on_device else "it holds neither device activity nor operators")
+            told.append(
+                "it holds no device activity" if on_device else "it holds neither device activity nor operators"
+            )
         return Trace(
             source=source,
             kernels=_compact(kernels),
@@ -363,14 +365,13 @@ class _Operators:
     def self_times(self) -> array[int]:
         """Each operator's duration without the operators that it called on its thread."""
         own = array("q", self.durations)
-        order = sorted(
-            range(len(own)), key=lambda row: (self.places[row], self.starts[row], -self.durations[row], row)
-        )
+        order = sorted(range(len(own)), key=lambda row: (self.places[row], self.starts[row], -self.durations[row], row))
         open_rows: list[int] = []
         for row in order:
             start, place = self.starts[row], self.places[row]
             while open_rows and (
-                self.places[open_rows[-1]] != place or self.starts[open_rows[-1]] + self.durations[open_rows[-1]] <= start
+                self.places[open_rows[-1]] != place
+                or self.starts[open_rows[-1]] + self.durations[open_rows[-1]] <= start
             ):
                 open_rows.pop()
             if open_rows:

@@ -109,7 +109,9 @@ def read_kernels(path: Path) -> Trace:
         table = pyarrow.parquet.read_table(path)
         head = json.loads((table.schema.metadata or {})[_HEAD])
         if head["schema_version"] != SCHEMA_VERSION:
-            raise RecordError(f"{path} has schema version {head['schema_version']}; this abharness reads {SCHEMA_VERSION}")
+            raise RecordError(
+                f"{path} has schema version {head['schema_version']}; this abharness reads {SCHEMA_VERSION}"
+            )
         names = table["name"].combine_chunks()
         kinds = table["kind"].combine_chunks()
         places = array("b", [KINDS.index(name) for name in kinds.dictionary.to_pylist()])
