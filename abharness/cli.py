@@ -1,4 +1,4 @@
-"""The command line: run | verify-env | compare | server | model. Parsing and exit codes, no logic.
+"""The command line: run | verify-env | compare | trace | server | model. Parsing and exit codes, no logic.
 
 Heavy imports happen inside the commands: `abharness --help` needs neither an HTTP client nor scipy.
 """
@@ -154,6 +154,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.set_defaults(command=_compare)
 
+    trace = commands.add_parser(
+        "trace",
+        help="which kernels ran, from profilers' traces",
+        description="Read a trace of torch's profiler (.json, .json.gz) or an SQLite export of Nsight Systems: whether "
+        "it is whole, its engine steps, the kernels of the longest time. Two files stand side by side, with the "
+        "kernels that only one of them has.",
+        epilog="example: abharness trace baseline.json.gz candidate.json.gz --phase decode\n"
+        "example: nsys export --type sqlite run.nsys-rep && abharness trace run.sqlite --json\n\n"
+        "exit codes: 0 read, 2 a file cannot be read, or has no steps of which --phase could be one\n",
+        formatter_class=raw,
+    )
+    trace.add_argument("files", metavar="FILE", type=Path, nargs="+", help="one or two")
+    trace.add_argument("--phase", choices=("prefill", "decode", "mixed"), help="only the steps that do this")
+    trace.add_argument("--top", type=int, default=15, metavar="N", help="kernels in the table, default: 15")
+    trace.add_argument("--json", action="store_true", help="machine-readable: every kernel with its full name")
+    trace.set_defaults(command=_trace)
+
     server = commands.add_parser("server", help="managed server environments")
     actions = server.add_subparsers(required=True, metavar="ACTION")
     install = actions.add_parser(
@@ -244,6 +261,22 @@ def _compare(arguments: argparse.Namespace) -> int:
     # The gravest outcome of all: a failed launch, a regression, no verdict, none of them.
     codes = [comparison.exit_code for comparison in comparisons]
     return next((code for code in (4, 1, 3) if code in codes), 0)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from abharness import traceview
+    from abharness.trace import read_trace
+
+    if len(arguments.files) > 2:
+        raise _usage("trace shows one file or two side by side")
+    if arguments.top < 1:
+        raise _usage("--top must be at least 1")
+    traces = [read_trace(path) for path in arguments.files]
+    if arguments.json:
+        _out(traceview.as_json(arguments.files, traces, arguments.phase))
+    else:
+        _out(traceview.text(arguments.files, traces, arguments.phase, arguments.top))
+    return 0
 
 
 def _server_install(arguments: argparse.Namespace) -> int:

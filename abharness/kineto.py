@@ -9,13 +9,14 @@ goes on at the next one, which is counted and told.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from abharness.errors import TraceError
 from abharness.timeline import UNKNOWN, Assembler, Kind, Trace, is_step, sane
@@ -45,8 +46,8 @@ def read_kineto(path: Path) -> Trace:
     with path.open("rb") as raw:
         zipped = raw.read(2) == GZIP_MAGIC
         raw.seek(0)
-        with gzip.open(raw) if zipped else raw as data:
-            return reader.read(_Window(data), path)
+        data: io.BufferedIOBase = gzip.GzipFile(fileobj=raw) if zipped else raw
+        return reader.read(_Window(data), path)
 
 
 class _Malformed(Exception):
@@ -60,7 +61,7 @@ class _Truncated(Exception):
 class _Window:
     """A piece of the file as text, one character a byte, so that places in it are bytes of the file."""
 
-    def __init__(self, data: IO[bytes]) -> None:
+    def __init__(self, data: io.BufferedIOBase) -> None:
         self._data = data
         self._decoder = json.JSONDecoder(strict=False)
         self.text = ""
@@ -186,9 +187,9 @@ class _Reader:
         try:
             self._document(window) if head == "{" else self._array(window)
         except _Truncated:
-            self._problems.append(f"it ends at byte {window.byte}, before the trace does")
+            self._problems.append(f"it is cut off at byte {window.byte}")
         except _Malformed as error:
-            self._problems.append(f"no JSON at byte {window.byte} ({error}); what follows was not read")
+            self._problems.append(f"it is cut off or damaged from byte {window.byte} on ({error})")
         if window.fault:
             self._problems.insert(0, window.fault)
         if not self._found:
@@ -226,32 +227,41 @@ class _Reader:
 
     def _events(self, window: _Window) -> Iterator[Any]:
         """The events up to the end of the array; broken ones are repaired or left out."""
-        while True:
+        while window.peek() != "]":
             start = window.byte
             try:
                 event = window.value()
-                end = window.take(",]")
             except _Malformed as error:
-                kept = window.text[window.at :]
-                broken = window.next_event()
-                behind = broken is not None
-                if broken is None and kept:
-                    broken = window.last_event()
-                if broken is None:
-                    raise
-                repaired = _repair(broken)
+                repaired, more = self._recover(window, start, error)
                 if repaired is not None:
-                    self._repaired += 1
                     yield repaired
-                else:
-                    self._malformed += 1
-                    self._first_malformed = self._first_malformed or f"the first at byte {start}: {error}"
-                if not behind and window.take("]"):
-                    return
-                continue
-            yield event
-            if end == "]":
+            else:
+                yield event
+                try:
+                    more = window.take(",]") == ","
+                except _Malformed as error:
+                    _, more = self._recover(window, start, error)
+            if not more:
                 return
+        window.take("]")
+
+    def _recover(self, window: _Window, start: int, error: _Malformed) -> tuple[dict[str, Any] | None, bool]:
+        """Step over what is broken: the event in it, if it can be repaired, and whether another one follows."""
+        broken = window.next_event()
+        more = broken is not None
+        if broken is None:
+            broken = window.last_event()
+        if broken is None:
+            raise error
+        if not more:
+            window.take("]")
+        repaired = _repair(broken)
+        if repaired is not None:
+            self._repaired += 1
+        else:
+            self._malformed += 1
+            self._first_malformed = self._first_malformed or f"the first at byte {start}: {error}"
+        return repaired, more
 
     def _event(self, event: dict[str, Any]) -> None:
         category = event.get("cat")
@@ -262,10 +272,12 @@ class _Reader:
         if not wanted and not (category.endswith("user_annotation") and isinstance(name, str) and is_step(name)):
             return
         if not isinstance(name, str):
-            return self._skip("no name", event)
+            self._skip("no name", event)
+            return
         times = _times(event)
         if times is None:
-            return self._skip(f"ts {event.get('ts')!r}, dur {event.get('dur')!r}", event)
+            self._skip(f"ts {event.get('ts')!r}, dur {event.get('dur')!r}", event)
+            return
         start, duration = times
         details = event.get("args")
         args: dict[str, Any] = details if isinstance(details, dict) else {}
@@ -282,7 +294,7 @@ class _Reader:
                 process=0,
                 correlation=_number(args.get("correlation"), lowest=1),
             )
-            return None
+            return
         # One file holds one process; its threads are told apart by whatever stands there.
         place = (0, hash(event.get("tid")) if isinstance(event.get("tid"), (int, str)) else UNKNOWN)
         if category in _LAUNCHES:
@@ -298,7 +310,6 @@ class _Reader:
         else:
             stream, device = _number(event.get("tid")), _number(event.get("pid"))
             self._rows.device_range(name, stream, device, start, start + duration, _link(args))
-        return None
 
     def _skip(self, why: str, event: object) -> None:
         self._unusable += 1
@@ -307,7 +318,9 @@ class _Reader:
     def _finish(self) -> Trace:
         problems = self._problems
         if self._malformed:
-            problems.append(f"{self._malformed} events are no JSON and were left out ({self._first_malformed})")
+            problems.append(
+                f"at least {self._malformed} events are no JSON and were left out ({self._first_malformed})"
+            )
         if self._unusable:
             problems.append(f"{self._unusable} events cannot be used and were left out ({self._first_unusable})")
         on_device = bool(self._rows.device_rows or self._kernel_launches)
@@ -333,12 +346,16 @@ def _what(window: _Window) -> str:
 
 def _times(event: dict[str, Any]) -> tuple[int, int] | None:
     """Start and duration, microseconds in the file, nanoseconds here; None where they cannot be times."""
-    start, duration = event.get("ts"), event.get("dur")
-    for value in (start, duration):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            return None
-    start_ns, duration_ns = round(start * 1000), round(duration * 1000)  # type: ignore[operator]
-    return (start_ns, duration_ns) if sane(start_ns, duration_ns) else None
+    start_ns, duration_ns = _nanoseconds(event.get("ts")), _nanoseconds(event.get("dur"))
+    if start_ns is None or duration_ns is None or not sane(start_ns, duration_ns):
+        return None
+    return start_ns, duration_ns
+
+
+def _nanoseconds(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return round(value * 1000)
 
 
 def _number(value: object, *, lowest: int = 0) -> int:

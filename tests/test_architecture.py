@@ -36,6 +36,12 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"record", "redaction", "spec"},
     "warmup": {"plan"},
     "samples": {"errors", "windows"},
+    "timeline": set(),
+    "kineto": {"errors", "timeline"},
+    "nsys": {"errors", "timeline"},
+    "trace": {"errors", "kineto", "nsys", "timeline"},
+    "kernels": {"timeline"},
+    "traceview": {"errors", "kernels", "timeline"},
     "runs": {"accuracy", "errors", "record", "samples", "storage"},
     "judge": {"record", "redaction", "witnesses"},
     "facts": {"judge", "plan", "record", "runs", "spec"},
@@ -128,7 +134,7 @@ def test_every_rule_is_about_a_module_that_exists() -> None:
 
 def test_only_the_assemblers_see_both_spec_and_doers() -> None:
     doers = {"server", "verify", "loadgen", "ask", "endpoints", "accuracy", "telemetry", "environments", "models"}
-    doers |= {"compilation", "observe", "sampler"}
+    doers |= {"compilation", "observe", "sampler", "trace", "kineto", "nsys"}
     for doer in doers:
         assert not ALLOWED[doer] & {"spec", "plan"}
 
@@ -136,6 +142,7 @@ def test_only_the_assemblers_see_both_spec_and_doers() -> None:
 @pytest.mark.parametrize(("arguments", "absent"), [
     (["--help"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "torch", "pydantic"]),
     (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "datasets", "pyarrow", "torch"]),
+    (["trace", "nowhere"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "pyarrow", "torch", "pydantic"]),
 ])  # fmt: skip
 def test_light_commands_import_no_heavy_package(arguments: list[str], absent: list[str]) -> None:
     code = (
