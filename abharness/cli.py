@@ -108,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         help="run the baseline against itself: what equal servers differ by, as a floor for the runs beside it; "
         "a difference found is exit 3",
     )
+    run.add_argument(
+        "--trace",
+        action="store_true",
+        help="trace a few steps after the load: which kernels ran, and which differ between the variants",
+    )
     run.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("results"), help="default: results")
     run.add_argument("--only", metavar="WORKLOAD", action="append", default=[], help="only this workload; repeatable")
     run.set_defaults(command=_run)
@@ -218,7 +223,7 @@ def _spec_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) 
 def _run(arguments: argparse.Namespace) -> int:
     from abharness import commands
 
-    spec = commands.load(arguments.spec, arguments.overrides, arguments.only)
+    spec = commands.load(arguments.spec, arguments.overrides, arguments.only, trace=arguments.trace)
     if arguments.aa:
         spec = spec.against_itself()
     for warning in commands.warnings(spec):

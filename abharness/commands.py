@@ -44,14 +44,22 @@ class VerifyResult:
     exit_code: int
 
 
-def load(path: Path, overrides: Sequence[str], only: Sequence[str]) -> ExperimentSpec:
-    """Read a spec; `only` keeps the named workloads.
+def load(path: Path, overrides: Sequence[str], only: Sequence[str], *, trace: bool = False) -> ExperimentSpec:
+    """Read a spec.
+
+    Args:
+        path: The YAML file.
+        overrides: `--set` assignments.
+        only: Workloads to keep; none keeps all.
+        trace: Ask for a trace, with the defaults where the spec does not.
 
     Raises:
         SpecError: The spec cannot be run.
         UsageError: A workload named by `only` is not in it.
     """
     spec = load_spec(path, overrides)
+    if trace and spec.traced is None:
+        spec = load_spec(path, [*overrides, "trace={}"])
     if not only:
         return spec
     names = [workload.name for workload in spec.workloads]
@@ -136,7 +144,12 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
         AbharnessError: Nothing could be launched at all.
     """
     idle = spec.model_copy(
-        update={"workloads": (), "design": DesignSpec(launches_per_variant=1, seed=spec.design.seed)}
+        update={
+            "workloads": (),
+            "design": DesignSpec(launches_per_variant=1, seed=spec.design.seed),
+            "trace": None,
+            "verify": spec.verify.model_copy(update={"expect_kernels": {}}),
+        }
     )
     host = prepare.make_host(spec, environ)
     prepare.check_disk(host.scratch)

@@ -16,7 +16,6 @@ from abharness.record import Finding
 from abharness.spec import VARIANTS, ExperimentSpec
 from abharness.validity import Seen, Side
 
-
 MOST_KERNELS = 3
 """Kernels of a phase named in a proof; the report lists all."""
 
@@ -96,7 +95,9 @@ def _ran_differently(kernels: Sequence[PhaseKernels]) -> str | None:
     parts = []
     for phase in kernels:
         if phase.compared and phase.differs:
-            told = [f"{_kernels(phase.only[variant])} only in the {variant}" for variant in VARIANTS if phase.only[variant]]
+            told = [
+                f"{_kernels(phase.only[variant])} only in the {variant}" for variant in VARIANTS if phase.only[variant]
+            ]
             parts.append(f"{phase.name}: {'; '.join(told)}")
     return f"executed: {' | '.join(parts)}" if parts else None
 

@@ -81,7 +81,9 @@ def judge_kernels(executed: Sequence[Executed], expected: KernelExpectation) -> 
     wrong, unknown = ([text for part in judged for text in part[kind]] for kind in (0, 1))
     findings = []
     if wrong:
-        hint = "the kernels are not those that the switch promises: look at kernels/ of the launch with `abharness trace`"
+        hint = (
+            "the kernels are not those that the switch promises: look at kernels/ of the launch with `abharness trace`"
+        )
         findings.append(Finding(code="kernel_mismatch", message="; ".join(wrong), hint=hint, fatal=True))
     if unknown:
         hint = "see traces/ of the launch and the server's log; trace longer (trace.steps) or other phases"
@@ -212,7 +214,8 @@ def _phase(name: str, sides: Mapping[Variant, Sequence[Sequence[Executed]]]) -> 
         for kernel in every
     ]
     busy = {
-        variant: [sum(use.per_step_s or 0.0 for use in found.values()) for found in shown[variant]] for variant in VARIANTS
+        variant: [sum(use.per_step_s or 0.0 for use in found.values()) for found in shown[variant]]
+        for variant in VARIANTS
     }
     return PhaseKernels(
         name=name,

@@ -76,16 +76,19 @@ class Differing:
     unstable: tuple[str, ...]
 
 
-def uses(trace: Trace, phase: Phase | None = None) -> dict[str, KernelUse]:
+def uses(trace: Trace, phase: Phase | None = None, *, rows: int | None = None) -> dict[str, KernelUse]:
     """The kernels by name, those of the longest time first.
 
     Args:
         trace: Where to look.
         phase: Count the rows of the steps of this phase only; None counts every row. Steps without any row, as an
             engine with nothing to do makes them, do not count as steps.
+        rows: Of these, the steps that decode so many requests; None for any number.
     """
     kernels = trace.kernels
-    counted = {step.index for step in trace.steps if phase is None or step.phase == phase}
+    counted = {
+        step.index for step in trace.steps if phase in (None, step.phase) and rows in (None, step.generation_requests)
+    }
     counted &= set(kernels.step)
     size = len(kernels.names)
     calls, graphs, kinds, inside = [0] * size, [False] * size, [0] * size, [0] * size

@@ -15,6 +15,8 @@ from abharness import stats
 from abharness.cells import Cell, Row
 from abharness.codes import CODES, code_of
 from abharness.compare import Comparison
+from abharness.executed import PhaseKernels
+from abharness.kernels import labels
 from abharness.paired import Accuracy, ChangedAnswer
 from abharness.record import Variant
 from abharness.spec import VARIANTS
@@ -23,6 +25,8 @@ from abharness.waivers import flag as waiver_flag
 NAMED_CHANGES = 10  # changed answers told one by one; the rest are counted, and all are in the JSON
 
 NAMED_FINDINGS = 2  # findings of one code told one by one
+
+SHOWN_KERNELS = 6  # kernels of a traced phase told one by one; all are in the JSON
 
 
 class _Footnotes:
@@ -214,8 +218,12 @@ def _floor(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[tuple[str, list[list[str]]]]:
-    sections = []
+Section = tuple[str, list[list[str]]]
+"""A title and rows of four columns."""
+
+
+def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[Section]:
+    sections: list[Section] = []
     for cell in comparison.cells:
         sections.append((str(cell.key), _rows(cell, comparison, notes, all_metrics=all_metrics)))
     for item in comparison.accuracy:
@@ -223,17 +231,61 @@ def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -
     return sections
 
 
+def _kernel_sections(comparison: Comparison) -> list[Section]:
+    """The traced phases, each with the kernels of the longest time and those that tell the variants apart."""
+    return [
+        (f"{'kernels' if phase.on_device else 'CPU operators'} of {phase.name}, calls and time a step under the profiler",
+         _kernel_rows(phase))
+        for phase in comparison.kernels
+    ]  # fmt: skip
+
+
+def _kernel_rows(phase: PhaseKernels) -> list[list[str]]:
+    shown = phase.rows[:SHOWN_KERNELS]
+    named = labels([row.name for row in phase.rows])
+    rows = [["all", *(_microseconds(phase.busy_s[variant]) for variant in VARIANTS), ""]]
+    for row in shown:
+        only = next((variant for variant in VARIANTS if row.name in phase.only[variant]), None)
+        uses = [_use(row.calls[variant], row.time_s[variant]) for variant in VARIANTS]
+        rows.append([named[row.name], *uses, "" if only is None else f"only in the {only}"])
+    for variant in VARIANTS:
+        rest = [named[name] for name in phase.only[variant] if name not in {row.name for row in shown}]
+        if rest:
+            more = f" and {len(rest) - SHOWN_KERNELS} more" if len(rest) > SHOWN_KERNELS else ""
+            rows.append([f"only in the {variant} too: {', '.join(rest[:SHOWN_KERNELS])}{more}", "", "", ""])
+        rows += [[f"{variant}: {reason}", "", "", ""] for reason in phase.unknown[variant]]
+    if phase.compared and not phase.differs:
+        rows.append(["the same kernels ran in both", "", "", ""])
+    if phase.unstable:
+        rows.append([f"{len(phase.unstable)} ran in some launches of a variant and not in others", "", "", ""])
+    return rows
+
+
+def _use(calls: float | None, time_s: float | None) -> str:
+    return "-" if calls is None or time_s is None else f"{calls:g} x {time_s / calls * 1e6:.1f} us"
+
+
+def _microseconds(time_s: float | None) -> str:
+    return "unknown" if time_s is None else f"{time_s * 1e6:.0f} us"
+
+
+def _formatted(sections: list[Section], last: str) -> list[str]:
+    """Sections as lines, their columns as wide in all of them; text that stands alone in its row widens none."""
+    head = ["", *VARIANTS, last]
+    wide = [row for _, rows in sections for row in rows if any(row[1:])]
+    formatted = iter(_table([head, *wide]))
+    title_row = next(formatted)
+    lines: list[str] = []
+    for title, rows in sections:
+        lines += ["", title, title_row, *(next(formatted) if any(row[1:]) else row[0] for row in rows)]
+    return lines
+
+
 def _text(comparison: Comparison, *, all_metrics: bool) -> str:
     notes = _Footnotes()
     lines = [*_heading(comparison)]
-    sections = _sections(comparison, notes, all_metrics=all_metrics)
-    head = ["", *VARIANTS, "vs baseline"]
-    body = [head, *(row for _, rows in sections for row in rows)]
-    formatted = _table(body) if sections else []
-    position = 1
-    for title, rows in sections:
-        lines += ["", title, formatted[0], *formatted[position : position + len(rows)]]
-        position += len(rows)
+    lines += _formatted(_sections(comparison, notes, all_metrics=all_metrics), "vs baseline")
+    lines += _formatted(_kernel_sections(comparison), "")
     if notes.texts:
         lines += ["", *(f"[{number}] {text}" for number, text in enumerate(notes.texts, start=1))]
     remarks = _remarks(comparison)
@@ -254,6 +306,9 @@ def _markdown(comparison: Comparison, *, all_metrics: bool) -> str:
     lines += ["", f"**{_escape(heading[-1])}**"]
     for title, rows in _sections(comparison, notes, all_metrics=all_metrics):
         lines += ["", f"| {_escape(title)} | baseline | candidate | vs baseline |", "| --- | ---: | ---: | --- |"]
+        lines += [f"| {' | '.join(map(_escape, row))} |" for row in rows]
+    for title, rows in _kernel_sections(comparison):
+        lines += ["", f"| {_escape(title)} | baseline | candidate | |", "| --- | ---: | ---: | --- |"]
         lines += [f"| {' | '.join(map(_escape, row))} |" for row in rows]
     if notes.texts:
         lines += ["", *(f"{number}. {_escape(text)}" for number, text in enumerate(notes.texts, start=1))]

@@ -110,7 +110,7 @@ def _send(shape: Shape, load: Load, part: str) -> None:
 
 
 def _kept(written: list[Path], traces: Path, phase: str) -> list[Path]:
-    """Move the profiler's files to the launch's folder, one a process, in order of their names, which begin with its rank."""
+    """Move the profiler's files to the launch's folder, one a process; their names begin with its rank."""
     kept = []
     for rank, path in enumerate(written):
         traces.mkdir(exist_ok=True)

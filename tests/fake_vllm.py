@@ -42,6 +42,7 @@ import ctypes  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
+import runpy  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import subprocess  # noqa: E402
@@ -96,6 +97,10 @@ FAULTS = {
     "count_extra": "object: counter -> number added, and request selection: work that no client asked for",
     "counters_missing": "list of counters that /metrics does not export",
     "counters_late_s": "seconds after which /metrics shows what was counted",
+    # The profiler.
+    "trace": "object: at = start | stop (that call fails; dies: the server with it), missing (no trace), truncated,"
+    " garbage, no_steps, cpu_only (no device activity), rows_short (rows fewer in a step), ranks, others (kernels of the"
+    " other ranks), kernels (object: decode, prefill = names that ran)",
     # Answers to requests.
     "served_name": "model name that /v1/models shows and completions accept",
     "signs_as": "model name that completions are signed with",
@@ -397,6 +402,8 @@ class Server:
         self.tasks: set[asyncio.Task[None]] = set()
         self.stopping = asyncio.Event()
         self.exit_code = 0
+        profiler = runpy.run_path(str(Path(__file__).with_name("fake_profiler.py")))["Profiler"]
+        self.profiler = profiler(flags, self.faults.get("trace", {}), "fast" if read_switch() == "fast" else "plain")
         self.answers: list[tuple[str, str]] = []
         if os.environ.get("FAKE_ANSWERS"):
             lines = Path(os.environ["FAKE_ANSWERS"]).read_text().splitlines()
@@ -601,6 +608,8 @@ class Server:
             await self.send(writer, {"object": "list", "data": [card]})
         elif path == "/server_info" and os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
             await self.send(writer, self.server_info())
+        elif method == "POST" and path in ("/start_profile", "/stop_profile") and self.profiler.folder is not None:
+            await self.profile(writer, path)
         elif path == "/metrics" and not self.faults.get("no_metrics"):
             await self.send(writer, self.metrics())
         elif method == "POST" and path in ("/tokenize", "/v1/completions", "/v1/chat/completions"):
@@ -614,6 +623,16 @@ class Server:
                 await self.complete(writer, request, "chat" in path, headers)
         else:
             raise HttpError(404, "Not Found")
+
+    async def profile(self, writer: asyncio.StreamWriter, path: str) -> None:
+        """Start or stop the profiler; `at` of the fault names the call that goes wrong."""
+        fault = self.faults.get("trace", {})
+        if path == f"/{fault.get('at')}_profile":
+            if fault.get("dies"):
+                self.leave(1)
+            raise HttpError(500, "the profiler failed")
+        self.profiler.start() if path == "/start_profile" else self.profiler.stop()
+        await self.send(writer, "")
 
     def server_info(self) -> dict[str, Any]:
         """As vLLM's development mode answers `?config_format=json`, with a few of its several hundred values."""
@@ -762,6 +781,7 @@ class Server:
         wanted = self.asked(request)
         if len(ids) + wanted > self.max_model_len:
             raise HttpError(400, f"This model's maximum context length is {self.max_model_len} tokens.")
+        self.profiler.request(len(ids), wanted)
         await asyncio.sleep(max(0.0, self.ready_at - time.monotonic()))
         async with self.slots:
             self.running += 1

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from abharness.codes import CODES
 from abharness.cli import main
+from abharness.codes import CODES
 from abharness.record import Finding, ServerCounters
 from tests.synthetic import Made, write_run
 
