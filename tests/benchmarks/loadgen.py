@@ -24,6 +24,7 @@ from pathlib import Path
 from abharness.loadgen import CellTraffic, run_cell
 from abharness.prompts import build_prompts
 from abharness.sse import quantile
+from tests.benchmarks.bench_serve import Shape, bench_serve
 
 MOCK_SERVER = Path(__file__).with_name("mock_server.py")
 INPUT_LEN = 64
@@ -108,17 +109,8 @@ def vllm_bench(python: str, base_url: str, *, streams: int, chunks: int, waves: 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder)
-        command = [python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
-        command += ["--base-url", base_url, "--model", "mock", "--tokenizer", name, "--dataset-name", "random"]
-        command += ["--random-input-len", str(INPUT_LEN), "--random-output-len", str(chunks), "--ignore-eos"]
-        command += ["--num-prompts", str(streams * waves), "--max-concurrency", str(streams), "--disable-tqdm"]
-        command += ["--save-result", "--result-dir", name, "--result-filename", "result.json"]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"vllm bench serve failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        result = json.loads((folder / "result.json").read_text())
-        assert result["completed"] == streams * waves, result["completed"]
+        shape = Shape(INPUT_LEN, chunks, streams, streams * waves)
+        result = bench_serve(python, base_url, "mock", name, shape, seed=0)
         return float(result["total_output_tokens"] / result["duration"])
 
 
