@@ -230,17 +230,12 @@ class _Reader:
         while window.peek() != "]":
             start = window.byte
             try:
-                event = window.value()
+                yield window.value()
+                more = window.take(",]") == ","
             except _Malformed as error:
                 repaired, more = self._recover(window, start, error)
                 if repaired is not None:
                     yield repaired
-            else:
-                yield event
-                try:
-                    more = window.take(",]") == ","
-                except _Malformed as error:
-                    _, more = self._recover(window, start, error)
             if not more:
                 return
         window.take("]")
@@ -339,9 +334,9 @@ def _what(window: _Window) -> str:
     if window.fault:
         return window.fault
     if not window.text:
-        return "it is empty"
+        return "it holds only spaces" if window.byte else "it is empty"
     shown = window.text[window.at : window.at + 40]
-    return f"it begins with {shown!r}" if shown else "it holds only spaces"
+    return f"it begins with {shown!r}"
 
 
 def _times(event: dict[str, Any]) -> tuple[int, int] | None:
@@ -375,9 +370,9 @@ def _text(name: str) -> str:
     if name.isascii():
         return name
     try:
-        return name.encode("latin-1").decode("utf-8", "replace")
-    except UnicodeEncodeError:
-        return name  # written with \\u escapes
+        return name.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return name  # written with \u escapes, which the decoder has read, or not UTF-8
 
 
 def _repair(broken: str) -> dict[str, Any] | None:
