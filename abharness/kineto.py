@@ -94,6 +94,8 @@ class _Window:
     def peek(self) -> str:
         """The next character that is no space; empty at the end of the file."""
         while True:
+            if self.at < len(self.text) and self.text[self.at] > " ":
+                return self.text[self.at]
             found = _SPACE.match(self.text, self.at)
             self.at = found.end() if found else self.at
             if self.at < len(self.text):
@@ -174,6 +176,7 @@ class _Reader:
         self._unusable = 0
         self._first_unusable = ""
         self._kernel_launches = 0
+        self._processes: set[object] = set()
         self._has_device = False
         self._found = False
 
@@ -290,10 +293,11 @@ class _Reader:
                 correlation=_number(args.get("correlation"), lowest=1),
             )
             return
-        # One file holds one process; its threads are told apart by whatever stands there.
+        # A kernel does not name its process: a file holds one, or `_finish` says that it does not.
         place = (0, hash(event.get("tid")) if isinstance(event.get("tid"), (int, str)) else UNKNOWN)
         if category in _LAUNCHES:
             self._kernel_launches += "Launch" in name
+            self._processes.add(str(event.get("pid")))
             correlation = _number(args.get("correlation"), lowest=1)
             if correlation != UNKNOWN:
                 self._rows.launch(correlation, place, start, graph="GraphLaunch" in name)
@@ -318,8 +322,13 @@ class _Reader:
             )
         if self._unusable:
             problems.append(f"{self._unusable} events cannot be used and were left out ({self._first_unusable})")
+        if len(self._processes) > 1:
+            problems.append(
+                f"{len(self._processes)} processes launched kernels: which of them a kernel is of is not known; "
+                "give each process's own trace"
+            )
         on_device = bool(self._rows.device_rows or self._kernel_launches)
-        if self._kernel_launches and not self._rows.device_rows and not problems:
+        if self._kernel_launches and not self._rows.device_rows:
             problems.append(f"{self._kernel_launches} launch calls, but no kernel was recorded")
         if problems and self._has_device:
             # Device activity stands behind the operators: what is missing may be all of it.
@@ -348,9 +357,9 @@ def _times(event: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _nanoseconds(value: object) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return round(value * 1000)
+    if isinstance(value, float):
+        return round(value * 1000) if math.isfinite(value) else None
+    return value * 1000 if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _number(value: object, *, lowest: int = 0) -> int:

@@ -239,6 +239,7 @@ def test_parquet_keeps_a_trace_whole(made: Callable[[Sequence[Made]], Trace], tm
     write_kernels(tmp_path / "kernels.parquet", trace)
     assert read_kernels(tmp_path / "kernels.parquet") == trace
     assert list(read_kernels(tmp_path / "kernels.parquet").kernels.rows()) == list(trace.kernels.rows())
+    assert read_trace(tmp_path / "kernels.parquet") == trace
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -89,6 +89,13 @@ def test_an_empty_trace_is_read_and_is_not_whole(tmp_path: Path) -> None:
     assert trace.problem == "it holds neither device activity nor operators"
 
 
+def test_two_processes_in_one_file_are_told(tmp_path: Path) -> None:
+    other = event("cuda_runtime", "cudaLaunchKernel", START_US, 1.0, pid=7, correlation=101)
+    trace = read_text(tmp_path, kineto_text([*EVENTS, other]))
+    assert trace.problem is not None
+    assert "2 processes launched kernels" in trace.problem
+
+
 def test_launches_without_a_kernel_are_told(tmp_path: Path) -> None:
     """CUPTI was held by another profiler: no operator may pass for a kernel."""
     trace = read_text(tmp_path, kineto_text([one for one in EVENTS if one.get("pid") != 0]))
@@ -233,6 +240,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "negative start": {"ts": -5.0},
     "start after the end of time": {"ts": 1e300},
     "start that no integer column holds": {"ts": 1e16},
+    "a whole number too large for a float": {"ts": 10**400},
     "a year long": {"dur": 3.2e13},
     "text for a start": {"ts": "12"},
     "text for a duration": {"dur": "12"},
@@ -334,6 +342,28 @@ def test_a_cut_database_is_an_error(tmp_path: Path, cut: int) -> None:
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(path)
+
+
+def test_damage_inside_a_database_is_never_taken_for_a_whole_trace(tmp_path: Path) -> None:
+    path = nsys(tmp_path / "t.sqlite", [decode(1, *["gemm"] * 40)] * 50)
+    whole = path.read_bytes()
+    for page in range(1, len(whole) // 4096):
+        path.write_bytes(whole[: page * 4096] + b"\xa5" * 4096 + whole[(page + 1) * 4096 :])
+        try:
+            trace = read_trace(path)
+        except TraceError:
+            continue
+        assert trace.problem is not None, page
+        assert set(ran(trace)) <= {"gemm"}
+
+
+def test_what_the_profiler_lost_is_told(tmp_path: Path) -> None:
+    path = execute(
+        nsys(tmp_path / "t.sqlite", STEPS),
+        "CREATE TABLE DIAGNOSTIC_EVENT (timestamp, severity, text)",
+        "INSERT INTO DIAGNOSTIC_EVENT VALUES (1, 1, 'Process 7 was started'), (2, 2, 'Not all CUDA events were collected')",
+    )
+    assert read_trace(path).problem == "the profiler says: Not all CUDA events were collected"
 
 
 def test_reading_a_database_leaves_it_as_it_was(tmp_path: Path) -> None:
