@@ -80,7 +80,8 @@ class _Window:
         if self._ended:
             return False
         try:
-            chunk = self._data.read(CHUNK_BYTES)
+            # `read` would throw away what it has unpacked up to a cut.
+            chunk = self._data.read1(CHUNK_BYTES)
         except EOFError:
             self.fault, chunk = "the compressed data ends early", b""
         except (zlib.error, gzip.BadGzipFile) as error:
@@ -189,6 +190,9 @@ class _Reader:
             raise TraceError(f"{path} is no trace: {_what(window)}", hint=_HINT)
         try:
             self._document(window) if head == "{" else self._array(window)
+            # To the end of the file: a packed one has its checksum there.
+            if window.peek():
+                self._problems.append(f"something else follows the trace at byte {window.byte}")
         except _Truncated:
             self._problems.append(f"it is cut off at byte {window.byte}")
         except _Malformed as error:
@@ -263,7 +267,11 @@ class _Reader:
 
     def _event(self, event: dict[str, Any]) -> None:
         category = event.get("cat")
-        if event.get("ph") != "X" or not isinstance(category, str):
+        if not isinstance(category, str):
+            return
+        if event.get("ph") != "X":
+            if category in _DEVICE_KINDS:
+                self._skip(f"ph {event.get('ph')!r}", event)
             return
         wanted = category in _DEVICE_KINDS or category in _LAUNCHES or category == "cpu_op"
         name = event.get("name")
