@@ -129,6 +129,12 @@ def test_without_correlations_the_ranges_on_the_stream_decide(tmp_path: Path, ra
         assert "launch" in trace.unsegmented
 
 
+def test_without_correlations_a_kernel_behind_every_range_has_no_step(tmp_path: Path) -> None:
+    """Sampling lies outside of the range, and nothing says whose it is."""
+    path = kineto(tmp_path / "t.json", [decode(1, "gemm", Ran("sample", after=True))], correlated=False)
+    assert in_steps(read_trace(path)) == [("gemm", 0), ("sample", None)]
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_ranges_that_do_not_name_their_annotation_count_only_if_all_are_there(tmp_path: Path, complete: bool) -> None:
     """Equal names, no link: with one range missing, the others could be any step's."""
@@ -179,6 +185,20 @@ def test_a_cpu_only_trace_shows_operators_without_those_they_called(tmp_path: Pa
         ("aten::copy_", 10, 0, "op"),
         ("aten::relu", 7, 0, "op"),
     ]
+
+
+def test_an_operator_never_has_less_than_no_time(tmp_path: Path) -> None:
+    """The clock's rounding may let a child outlast its parent, or begin with it and stand before it in the file."""
+    events = [
+        event("cpu_op", "child", 100.0, 12.0),
+        event("cpu_op", "parent", 100.0, 30.0),
+        event("cpu_op", "short", 200.0, 10.0),
+        event("cpu_op", "outlasts", 201.0, 12.0),
+        event("cpu_op", "more", 205.0, 5.0),
+    ]
+    trace = read_trace(write(tmp_path / "t.json", kineto_text(events, device=None)))
+    times = {one.name: round(one.duration_s * 1e6) for one in trace.kernels.rows()}
+    assert times == {"child": 12, "parent": 18, "short": 0, "outlasts": 7, "more": 5}
 
 
 def test_the_bare_array_of_chromes_format_is_a_trace_too(tmp_path: Path) -> None:

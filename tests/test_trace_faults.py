@@ -185,7 +185,7 @@ MALFORMED: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("window", [64, 2**20])
+@pytest.mark.parametrize("window", [13, 64, 2**20])
 @pytest.mark.parametrize(("broken"), [case[1] for case in MALFORMED], ids=[case[0] for case in MALFORMED])
 def test_reading_goes_on_behind_an_event_that_is_no_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, window: int
