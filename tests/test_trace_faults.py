@@ -185,15 +185,16 @@ MALFORMED: list[tuple[str, str]] = [
 ]
 
 
+@pytest.mark.parametrize("place", [3, len(EVENTS) - 1])
 @pytest.mark.parametrize("window", [13, 64, 2**20])
 @pytest.mark.parametrize(("broken"), [case[1] for case in MALFORMED], ids=[case[0] for case in MALFORMED])
 def test_reading_goes_on_behind_an_event_that_is_no_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, window: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, window: int, place: int
 ) -> None:
     monkeypatch.setattr(reader, "CHUNK_BYTES", window)
-    text = with_event(3, broken)
+    text = with_event(place, broken)
     trace = read_text(tmp_path, text)
-    assert ran(trace) == GOOD
+    assert (ran(trace), len(trace.steps)) == (GOOD, 3)
     assert trace.problem is not None
     start = len(text[: text.index(broken)].encode())
     assert f"at least 1 events are no JSON and were left out (the first at byte {start}:" in trace.problem
