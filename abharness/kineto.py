@@ -21,7 +21,9 @@ from typing import Any
 from abharness.errors import TraceError
 from abharness.timeline import UNKNOWN, Assembler, Kind, Trace, is_step, sane
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**18
+"""Small, since the decoder counts the lines before every error that it raises."""
+
 LONGEST_EVENT_BYTES = 4 * 2**20
 """A longer event is taken for damage: the longest real ones, with the shapes of every argument, have some kilobytes."""
 
@@ -132,7 +134,9 @@ class _Window:
             try:
                 value, end = self._decoder.raw_decode(self.text, self.at)
             except (ValueError, RecursionError) as error:
-                if len(self.text) - self.at < LONGEST_EVENT_BYTES and self.more():
+                # Cut by the window's edge, unless the next event is in sight already.
+                cut = len(self.text) - self.at < LONGEST_EVENT_BYTES and not _NEXT_EVENT.search(self.text, self.at)
+                if cut and self.more():
                     continue
                 raise _Malformed(str(error).partition(": line")[0]) from error
             # A number at the window's edge may go on behind it.
