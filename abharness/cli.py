@@ -162,9 +162,10 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser(
         "trace",
         help="which kernels ran, from profilers' traces",
-        description="Read a trace of torch's profiler (.json, .json.gz) or an SQLite export of Nsight Systems: whether "
-        "it is whole, its engine steps, the kernels of the longest time. Two files stand side by side, with the "
-        "kernels that only one of them has.",
+        description="Read a trace of torch's profiler (.json, .json.gz), an SQLite export of Nsight Systems or the "
+        "kernels.parquet of a record: whether it is whole, its engine steps, the kernels of the longest time. Two files "
+        "stand side by side, with the kernels that only one of them has. Times are those under the profiler, which "
+        "slows the CPU down.",
         epilog="example: abharness trace baseline.json.gz candidate.json.gz --phase decode\n"
         "example: nsys export --type sqlite run.nsys-rep && abharness trace run.sqlite --json\n\n"
         "exit codes: 0 read, 2 a file cannot be read, or has no steps of which --phase could be one\n",

@@ -21,7 +21,9 @@ from typing import Any
 from abharness.errors import TraceError
 from abharness.timeline import UNKNOWN, Assembler, Kind, Trace, is_step, sane
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**18
+"""Small, since the decoder counts the lines before every error that it raises."""
+
 LONGEST_EVENT_BYTES = 4 * 2**20
 """A longer event is taken for damage: the longest real ones, with the shapes of every argument, have some kilobytes."""
 
@@ -80,7 +82,8 @@ class _Window:
         if self._ended:
             return False
         try:
-            chunk = self._data.read(CHUNK_BYTES)
+            # `read` would throw away what it has unpacked up to a cut.
+            chunk = self._data.read1(CHUNK_BYTES)
         except EOFError:
             self.fault, chunk = "the compressed data ends early", b""
         except (zlib.error, gzip.BadGzipFile) as error:
@@ -94,6 +97,8 @@ class _Window:
     def peek(self) -> str:
         """The next character that is no space; empty at the end of the file."""
         while True:
+            if self.at < len(self.text) and self.text[self.at] > " ":
+                return self.text[self.at]
             found = _SPACE.match(self.text, self.at)
             self.at = found.end() if found else self.at
             if self.at < len(self.text):
@@ -129,7 +134,9 @@ class _Window:
             try:
                 value, end = self._decoder.raw_decode(self.text, self.at)
             except (ValueError, RecursionError) as error:
-                if len(self.text) - self.at < LONGEST_EVENT_BYTES and self.more():
+                # Cut by the window's edge, unless the next event is in sight already.
+                cut = len(self.text) - self.at < LONGEST_EVENT_BYTES and not _NEXT_EVENT.search(self.text, self.at)
+                if cut and self.more():
                     continue
                 raise _Malformed(str(error).partition(": line")[0]) from error
             # A number at the window's edge may go on behind it.
@@ -174,6 +181,7 @@ class _Reader:
         self._unusable = 0
         self._first_unusable = ""
         self._kernel_launches = 0
+        self._processes: set[object] = set()
         self._has_device = False
         self._found = False
 
@@ -186,6 +194,9 @@ class _Reader:
             raise TraceError(f"{path} is no trace: {_what(window)}", hint=_HINT)
         try:
             self._document(window) if head == "{" else self._array(window)
+            # To the end of the file: a packed one has its checksum there.
+            if window.peek():
+                self._problems.append(f"something else follows the trace at byte {window.byte}")
         except _Truncated:
             self._problems.append(f"it is cut off at byte {window.byte}")
         except _Malformed as error:
@@ -230,17 +241,12 @@ class _Reader:
         while window.peek() != "]":
             start = window.byte
             try:
-                event = window.value()
+                yield window.value()
+                more = window.take(",]") == ","
             except _Malformed as error:
                 repaired, more = self._recover(window, start, error)
                 if repaired is not None:
                     yield repaired
-            else:
-                yield event
-                try:
-                    more = window.take(",]") == ","
-                except _Malformed as error:
-                    _, more = self._recover(window, start, error)
             if not more:
                 return
         window.take("]")
@@ -265,7 +271,11 @@ class _Reader:
 
     def _event(self, event: dict[str, Any]) -> None:
         category = event.get("cat")
-        if event.get("ph") != "X" or not isinstance(category, str):
+        if not isinstance(category, str):
+            return
+        if event.get("ph") != "X":
+            if category in _DEVICE_KINDS:
+                self._skip(f"ph {event.get('ph')!r}", event)
             return
         wanted = category in _DEVICE_KINDS or category in _LAUNCHES or category == "cpu_op"
         name = event.get("name")
@@ -295,10 +305,11 @@ class _Reader:
                 correlation=_number(args.get("correlation"), lowest=1),
             )
             return
-        # One file holds one process; its threads are told apart by whatever stands there.
+        # A kernel does not name its process: a file holds one, or `_finish` says that it does not.
         place = (0, hash(event.get("tid")) if isinstance(event.get("tid"), (int, str)) else UNKNOWN)
         if category in _LAUNCHES:
             self._kernel_launches += "Launch" in name
+            self._processes.add(str(event.get("pid")))
             correlation = _number(args.get("correlation"), lowest=1)
             if correlation != UNKNOWN:
                 self._rows.launch(correlation, place, start, graph="GraphLaunch" in name)
@@ -323,8 +334,13 @@ class _Reader:
             )
         if self._unusable:
             problems.append(f"{self._unusable} events cannot be used and were left out ({self._first_unusable})")
+        if len(self._processes) > 1:
+            problems.append(
+                f"{len(self._processes)} processes launched kernels: which of them a kernel is of is not known; "
+                "give each process's own trace"
+            )
         on_device = bool(self._rows.device_rows or self._kernel_launches)
-        if self._kernel_launches and not self._rows.device_rows and not problems:
+        if self._kernel_launches and not self._rows.device_rows:
             problems.append(f"{self._kernel_launches} launch calls, but no kernel was recorded")
         if problems and self._has_device:
             # Device activity stands behind the operators: what is missing may be all of it.
@@ -339,9 +355,9 @@ def _what(window: _Window) -> str:
     if window.fault:
         return window.fault
     if not window.text:
-        return "it is empty"
+        return "it holds only spaces" if window.byte else "it is empty"
     shown = window.text[window.at : window.at + 40]
-    return f"it begins with {shown!r}" if shown else "it holds only spaces"
+    return f"it begins with {shown!r}"
 
 
 def _times(event: dict[str, Any]) -> tuple[int, int] | None:
@@ -353,9 +369,9 @@ def _times(event: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _nanoseconds(value: object) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return round(value * 1000)
+    if isinstance(value, float):
+        return round(value * 1000) if math.isfinite(value) else None
+    return value * 1000 if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _number(value: object, *, lowest: int = 0) -> int:
@@ -375,9 +391,9 @@ def _text(name: str) -> str:
     if name.isascii():
         return name
     try:
-        return name.encode("latin-1").decode("utf-8", "replace")
-    except UnicodeEncodeError:
-        return name  # written with \\u escapes
+        return name.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return name  # written with \u escapes, which the decoder has read, or not UTF-8
 
 
 def _repair(broken: str) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ Tables and columns come and go with the version and with what was traced: what i
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,7 +21,11 @@ SQLITE_MAGIC = b"SQLite format 3\0"
 _KERNEL = "CUPTI_ACTIVITY_KIND_KERNEL"
 _RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _GRAPH = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
-_KNOWN = {_KERNEL, _RUNTIME, _GRAPH, "StringIds", "NVTX_EVENTS", "TARGET_INFO_SESSION_START_TIME"}
+_DIAGNOSTICS = "DIAGNOSTIC_EVENT"
+_LOST = re.compile(r"not all .*events|lost|dropped", re.IGNORECASE)
+"""What the profiler says when its own buffers were too small."""
+
+_KNOWN = {_KERNEL, _RUNTIME, _GRAPH, _DIAGNOSTICS, "StringIds", "NVTX_EVENTS", "TARGET_INFO_SESSION_START_TIME"}
 
 _COPIES = {
     1: "HtoD",
@@ -87,6 +92,7 @@ class _Export:
             self._launches()
             self._steps()
             self._whole_graphs()
+            self._losses()
         except sqlite3.OperationalError:
             raise  # locked, or no such file: nothing of it can be trusted
         except sqlite3.DatabaseError as error:
@@ -175,6 +181,10 @@ class _Export:
                 f"{whole} CUDA graph launches were recorded whole: the kernels inside of them are not known; "
                 "profile with nsys --cuda-graph-trace=node"
             )
+
+    def _losses(self) -> None:
+        told = [text for (text,) in self._select(_DIAGNOSTICS, ("text",), ("text",)) if isinstance(text, str)]
+        self._problems += [f"the profiler says: {text[:200]}" for text in dict.fromkeys(told) if _LOST.search(text)]
 
     def _count(self, table: str) -> None:
         self._unusable[table] = self._unusable.get(table, 0) + 1

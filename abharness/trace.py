@@ -21,17 +21,19 @@ from abharness.timeline import KINDS, UNKNOWN, Kernel, Kernels, Phase, Step, Tra
 __all__ = ["Kernel", "Kernels", "Phase", "Step", "Trace", "read_kernels", "read_trace", "write_kernels"]
 
 RAW_SUFFIXES = (".nsys-rep", ".qdrep")
+PARQUET_MAGIC = b"PAR1"
 SCHEMA_VERSION = 1
 _HEAD = b"abharness.trace"
 _NULLABLE = ("stream", "device", "graph_node", "step")
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the trace of one process: JSON of torch's profiler, plain or gzip, or an SQLite export of Nsight Systems.
+    """Read one trace: JSON of torch's profiler, plain or gzip, an SQLite export of Nsight Systems, or kernels as Parquet.
 
     Raises:
         TraceError: Nothing can be read: no such file, an empty one, no trace, a database that is locked or foreign. A
             trace that is damaged further on is returned, and says so in `problem`.
+        RecordError: It is Parquet, but not what `write_kernels` wrote.
     """
     try:
         with path.open("rb") as file:
@@ -40,6 +42,8 @@ def read_trace(path: Path) -> Trace:
             raise TraceError(f"{path} is empty", hint="the profiler writes its trace when it is stopped")
         if magic == SQLITE_MAGIC:
             return read_nsys(path)
+        if magic.startswith(PARQUET_MAGIC):
+            return read_kernels(path)
         if path.suffix in RAW_SUFFIXES:
             raise TraceError(
                 f"{path} is a raw report of Nsight Systems", hint=f"export it: nsys export --type sqlite {path}"

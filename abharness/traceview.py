@@ -89,9 +89,7 @@ def _head(trace: Trace) -> list[str]:
         period = f"{times.period_s * 1e3:.3f} ms from one's start to the next" if times.period_s is not None else ""
         busy = f"{times.busy_s * 1e3:.3f} ms of {_rows(trace)} in one" if times.busy_s is not None else ""
         medians = ", ".join(part for part in (period, busy) if part)
-        lines.append(
-            f"{times.count} {phase or 'empty or unknown'} steps" + (f"; medians: {medians}" if medians else "")
-        )
+        lines.append(f"{phase or 'other'} steps: {times.count}" + (f"; medians: {medians}" if medians else ""))
     return lines
 
 
