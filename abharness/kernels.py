@@ -18,6 +18,10 @@ NAME_WIDTH = 200
 """Characters of a full name below a table."""
 
 _WORD = re.compile(r"[A-Za-z_]\w{3,}")
+_WRAPPERS = {"device_kernel", "Kernel", "Kernel2"}
+"""CUTLASS's kernels that run whatever their first template argument is."""
+
+_CALLED = re.compile(r"(\w+)\s*<")
 _TYPE_AND_NAME = re.compile(r"\S+$")
 
 
@@ -231,7 +235,10 @@ def labels(names: Iterable[str], width: int = LABEL_WIDTH) -> dict[str, str]:
 
 
 def shorten(name: str) -> str:
-    """A demangled C++ name without return type, template arguments and parameters; others as they are."""
+    """A demangled C++ name without return type, template arguments and parameters; others as they are.
+
+    A kernel that only wraps another gets that one's name in brackets.
+    """
     if "(" not in name or name.startswith(("Memcpy", "Memset")):
         return name
     text = name.replace("(anonymous namespace)", "{anonymous}")
@@ -248,7 +255,17 @@ def shorten(name: str) -> str:
         elif not depth:
             kept.append(character)
     found = _TYPE_AND_NAME.search("".join(kept).strip())
-    return found[0].replace("{anonymous}::", "") if found and not depth else name
+    if not found or depth:
+        return name
+    short = found[0].replace("{anonymous}::", "")
+    return short + _wrapped(name) if short.rpartition("::")[2] in _WRAPPERS else short
+
+
+def _wrapped(name: str) -> str:
+    """What a wrapper kernel runs, in brackets: the first of its template arguments that says it."""
+    arguments = name.partition("<")[2]
+    inner = next((word for word in _CALLED.findall(arguments) if not word.startswith("enable_sm")), None)
+    return f"[{inner}]" if inner else ""
 
 
 def _seconds(use: KernelUse, by_step: bool) -> float:

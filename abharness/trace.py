@@ -68,7 +68,9 @@ def write_kernels(path: Path, trace: Trace) -> None:
         "name": pyarrow.DictionaryArray.from_arrays(
             pyarrow.array(kernels.name_ids, pyarrow.int32()), pyarrow.array(kernels.names, pyarrow.string())
         ),
-        **{f"{name}_ns": pyarrow.array(_nanoseconds(getattr(kernels, f"{name}_s")), pyarrow.int64()) for name in _TIMES},
+        **{
+            f"{name}_ns": pyarrow.array(_nanoseconds(getattr(kernels, f"{name}_s")), pyarrow.int64()) for name in _TIMES
+        },
         "kind": pyarrow.DictionaryArray.from_arrays(
             pyarrow.array(kernels.kind_ids, pyarrow.int8()), pyarrow.array(KINDS, pyarrow.string())
         ),

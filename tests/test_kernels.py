@@ -124,12 +124,12 @@ def test_names_are_shortened_for_the_eye(name: str, short: str) -> None:
 
 
 def test_labels_that_shorten_alike_stay_apart_and_are_the_same_in_every_table() -> None:
-    one = "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<2> > >(Params)"
-    two = "void cutlass::device_kernel<flash::FlashAttnFwdCombine<5, 256> >(Params)"
+    one = "void at::native::kernel<at::native::add_functor<2> >(Params)"
+    two = "void at::native::kernel<at::native::mul_functor<5, 256> >(Params)"
     both = labels([one, two, "gemm"])
     assert both["gemm"] == "gemm"
-    assert both[one].startswith("cutlass::device_kernel[enable_sm90]#")
-    assert both[two].startswith("cutlass::device_kernel[FlashAttnFwdCombine]#")
+    assert both[one].startswith("at::native::kernel[add_functor]#")
+    assert both[two].startswith("at::native::kernel[mul_functor]#")
     assert labels([two, one, "more"])[one] == both[one]
     numbers = labels([f"void f<{number}>(int)" for number in range(50)])
     assert len(set(numbers.values())) == 50
@@ -255,3 +255,10 @@ def test_what_cannot_be_shown_is_exit_2(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ")
+
+
+def test_a_wrapper_is_named_by_what_it_runs() -> None:
+    attention = "flash::FlashAttnFwdSm90<flash::Mainloop<2, cute::tuple<cute::C<1> >>>"
+    name = f"void cutlass::device_kernel<flash::enable_sm90_or_later<{attention}>>(flash::Params)"
+    assert shorten(name) == "cutlass::device_kernel[FlashAttnFwdSm90]"
+    assert shorten("void cutlass::Kernel2<gemm_64x64>(gemm_64x64::Params)") == "cutlass::Kernel2"
