@@ -26,7 +26,7 @@ server:
   model: some/model
   env:
     PYTHONPATH: "{FAKE_SITE}"
-    FAKE_TPOT_S: "0.004"
+    FAKE_TPOT_S: "0.002"
     FAKE_SPEEDS: '@SPEEDS@'
     FAKE_READS: "@READS@"
     FAKE_FAULTS: '@FAULTS@'
@@ -169,7 +169,7 @@ def test_a_kernel_that_is_not_as_expected_ends_the_launch_and_keeps_what_was_mea
 def test_what_no_trace_shows_is_unknown_and_loses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: dict[str, Any], message: str
 ) -> None:
-    expected = expecting("candidate", "{phases: {decode: {forbid: [slow]}}}")
+    expected = "trace: {decode: [1], prefill: []}\n" + expecting("candidate", "{phases: {decode: {forbid: [slow]}}}")
     done = run(tmp_path, capsys, expected, {"when": CANDIDATE, **fault})
     assert (done.code, done.comparison["codes"]) == (3, ["kernels_unverifiable"])
     assert any(message in text for text in done.messages("kernels_unverifiable")), done.messages("kernels_unverifiable")
@@ -216,7 +216,7 @@ def test_a_trace_without_device_activity_says_nothing_about_a_gpu(tmp_path: Path
     gpu_dir.mkdir()
     path = spec_file(tmp_path, expecting("candidate", "{require: [decode_fast]}"), {"trace": {"cpu_only": True}})
     path.write_text(
-        path.read_text().replace('    FAKE_TPOT_S: "0.004"', f'    FAKE_TPOT_S: "0.02"\n    FAKE_GPU_DIR: "{gpu_dir}"')
+        path.read_text().replace('    FAKE_TPOT_S: "0.002"', f'    FAKE_TPOT_S: "0.02"\n    FAKE_GPU_DIR: "{gpu_dir}"')
     )
     device = {"uuid": "GPU-1", "name": "Fake H", "used": 2**20, "pids": [], "limit_mw": 700_000}
     environ = {
