@@ -180,6 +180,7 @@ class LaunchExecution:
         self._save_server_info()
         self.sampler.start()
         try:
+            self.sampler.idle(vllm.alive)
             self._load(vllm)
         except LoadFailed:
             # Then the load ended for that, whatever else it said.
@@ -322,12 +323,7 @@ class LaunchExecution:
                 self._keep(shape, repeat, cut.traffic.requests)
                 raise
             self._keep(shape, repeat, traffic.requests)
-            seen = watch.ended(
-                traffic.started_s,
-                traffic.ended_s,
-                prompt_tokens=sum(request.prompt_tokens or 0 for request in traffic.requests),
-                generation_tokens=sum(request.output_tokens or 0 for request in traffic.requests),
-            )
+            seen = watch.ended(traffic.started_s, traffic.ended_s, traffic.requests, shape.max_concurrency)
             cell = CellRecord(
                 workload=shape.workload,
                 kind=shape.kind,
