@@ -110,9 +110,8 @@ def of_window(
     if integral is not None:
         apart = abs(found - integral) / max(found, integral)
         if apart > AGREEMENT_LIMIT:
-            absent = (
-                f"counter {found:.0f} J, integrated power {integral:.0f} J: {apart:.0%} apart, limit {AGREEMENT_LIMIT:.0%}"
-            )
+            told = f"counter {found:.0f} J, integrated power {integral:.0f} J"
+            absent = f"{told}: {apart:.0%} apart, limit {AGREEMENT_LIMIT:.0%}"
     return Energy(found, integral, "counter", absent)
 
 
@@ -185,7 +184,8 @@ def _integrated(
     if length < least:
         absent = f"{without} needs a window of {least:.0f} s ({kind} power), this one has {length:.2f} s"
     elif integral is None:
-        absent = f"{without} needs {INTEGRAL_COVERAGE:.0%} of the samples and some around both ends: {_edge_rule(conditions)}"
+        edges = f"some around both ends, {_edge_rule(conditions)}"
+        absent = f"{without} needs {INTEGRAL_COVERAGE:.0%} of the samples and {edges}"
     elif integral <= 0:
         absent = f"{without} is {integral:.0f} J: no device draws nothing"
     else:

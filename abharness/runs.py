@@ -199,7 +199,7 @@ def _with_samples(
     try:
         samples = by_gpu(read_samples(raw))
     except RecordError as error:
-        unknown = {"gpus": [], "gpus_steady": None, "gpus_absent": str(error)}
+        unknown: dict[str, Any] = {"gpus": [], "gpus_steady": None, "gpus_absent": str(error)}
         return record.model_copy(update={"cells": [cell.model_copy(update=unknown) for cell in record.cells]})
     by_device = {uuid: samples.get(uuid, []) for uuid in sampling.memory_before_bytes}
     cells = []

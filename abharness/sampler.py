@@ -1,8 +1,9 @@
 """A thread that looks at the GPUs while a server is under load: samples, failures and compute processes out.
 
-Before the load it measures, on the idle server, what the samples rest on: how often the energy counter moves, what a look
-costs, and the power of the loaded and idle device. It never raises into the run. A look that fails is a gap, kept with NVML's words; a device that is lost is told by
-`lost`, which the run asks for. What the thread costs is measured: it shares the client's interpreter.
+Before the load it measures, on the idle server, what the samples rest on: how often the energy counter moves, what a
+look costs, and the power of the device that is loaded and idle. It never raises into the run. A look that fails is a
+gap, kept with NVML's words; a device that is lost is told by `lost`, which the run asks for. What the thread costs is
+measured: it shares the client's interpreter.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ KEPT_ERRORS = 20
 
 CALIBRATION_S = 0.6
 """Time in which the energy counter's steps are looked for: six of 0.1 s, the longest period known."""
+
+CALIBRATION_LOOKS = 3
+"""Looks whose median cost counts: the first is dearer than the others."""
 
 CALIBRATION_POLL_S = 0.003
 """Between two looks at the counter meanwhile: small beside every period known, 10 ms and more."""
@@ -122,15 +126,9 @@ class Sampler:
     def calibrate(self) -> None:
         """Measure what a look costs and how often each energy counter moves, and fix the interval by it.
 
-        Takes `CALIBRATION_S`, or one look where no device has a counter.
+        Takes `CALIBRATION_S`, or `CALIBRATION_LOOKS` looks where no device has a counter.
         """
-        before = time.thread_time()
-        for uuid in self._uuids:
-            try:
-                self._gpu.read(uuid)
-            except Exception as error:  # a device that cannot be read now is told by its samples, or their lack
-                self._fail(time.monotonic(), uuid, error)
-        self._read_cpu_s = time.thread_time() - before
+        self._read_cpu_s = statistics.median(self._cost_of_a_look() for _ in range(CALIBRATION_LOOKS))
         self._poll(lambda started_s: time.monotonic() - started_s >= CALIBRATION_S)
         for uuid, readings in self._counter.items():
             gaps = [later[0] - earlier[0] for earlier, later in pairwise(energy.steps_of(readings))]
@@ -142,7 +140,7 @@ class Sampler:
         self._interval_s = max(wanted, self._read_cpu_s / CPU_SHARE)
 
     def idle(self, alive: Callable[[], str | None]) -> None:
-        """Measure the power of the GPUs while the loaded server idles: until `IDLE_S` after the calibration began.
+        """Measure the power of the GPUs while the loaded server idles, for `IDLE_S` from a step of the energy counter.
 
         By the energy counter where there is one; else the mean of the power readings. To be called after `start` and
         before the load; returns at once where nothing is sampled or the server is gone.
@@ -152,14 +150,14 @@ class Sampler:
         """
         if self._thread is None:
             return
-        steps = [found[0][0] for readings in self._counter.values() if (found := energy.steps_of(readings))]
-        begun = min([self._started_s, *steps])
-        until = max([self._started_s, *steps]) + IDLE_S
+        first_steps = [steps[0][0] for readings in self._counter.values() if (steps := energy.steps_of(readings))]
+        begun = min(first_steps, default=self._started_s)
+        until = max(first_steps, default=self._started_s) + IDLE_S
         while time.monotonic() < until:
             if alive() is not None or self.lost is not None:
                 return
             time.sleep(min(0.05, max(0.0, until - time.monotonic())))
-        seen = {uuid: len(energy.steps_of(readings)) for uuid, readings in self._counter.items()}
+        seen = {uuid: len(energy.steps_of(readings)) for uuid, readings in self._counter.items() if readings}
 
         def stepped(started_s: float) -> bool:
             moved = [len(energy.steps_of(self._counter[uuid])) > count for uuid, count in seen.items()]
@@ -251,6 +249,16 @@ class Sampler:
                 due += self._interval_s * max(1, -(-(self._ended_s - due) // self._interval_s))
             if not self._stop.is_set():
                 self._wake.wait(max(0.0, due - time.monotonic()))
+
+    def _cost_of_a_look(self) -> float:
+        """CPU seconds of this thread for one look at every GPU."""
+        before = time.thread_time()
+        for uuid in self._uuids:
+            try:
+                self._gpu.read(uuid)
+            except Exception as error:  # a gap, as under load
+                self._fail(time.monotonic(), uuid, error)
+        return time.thread_time() - before
 
     def _poll(self, done: Callable[[float], bool]) -> None:
         """Look at the energy counters alone, every `CALIBRATION_POLL_S`, until it is `done` (given when it began)."""

@@ -245,7 +245,7 @@ class NvmlGpu:
                 self._power_kinds[uuid] = "instant"
                 return instant_mw / 1000
             if kind is not None:
-                raise nvml.NVMLError_Unknown("the instant power is not there any more")
+                raise GpuError(f"NVML on GPU {uuid}: its instant power cannot be read any more")
             average_mw = self._field_value(handle, nvml.NVML_FI_DEV_POWER_AVERAGE)
             self._power_kinds[uuid] = "unspecified" if average_mw is None else "average"
         return float(nvml.nvmlDeviceGetPowerUsage(handle)) / 1000
