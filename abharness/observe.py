@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from abharness import endpoints
@@ -47,6 +48,11 @@ class WindowWatch:
         self._sampler = sampler
         self._counters = CounterWatch(base_url)
         self._compilation = Watch(log_path, cache_dirs)
+        # The load generator collects garbage before its window, and that holds up the sampler when the window begins.
+        # Collected and set aside now, there is nothing left for it to go through.
+        gc.collect()
+        gc.freeze()
+        sampler.look_now()
 
     def ended(
         self, started_s: float, ended_s: float, requests: Sequence[RequestRecord], max_concurrency: int
@@ -59,7 +65,7 @@ class WindowWatch:
             requests: All requests of the cell.
             max_concurrency: Requests that were to be kept in flight.
         """
-        self._sampler.close_window()
+        self._sampler.look_now()
         compilation = self._compilation.ended()
         gpus = self._sampler.windows(started_s, ended_s)
         steady = steady_window(requests, max_concurrency)

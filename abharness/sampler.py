@@ -64,7 +64,7 @@ INTERVAL_BOUNDS_S = (0.05, 0.2)
 """Where the spec leaves the choice: no more often than the clocks need it, no less often than a short cell does."""
 
 LOOK_WAIT_S = 1.0
-"""Longest wait for the look that closes a window."""
+"""Longest wait for a look that is asked for."""
 
 
 class Sampler:
@@ -207,16 +207,16 @@ class Sampler:
             idle_ended_s=self._idle[1] if self._idle else None,
         )
 
-    def close_window(self) -> None:
-        """Look at the GPUs once now, so that the end of a window has a sample on either side.
+    def look_now(self) -> None:
+        """Look at the GPUs once now, so that the end of a window that is here has a sample close by.
 
         Returns when that is done, and in any case after `LOOK_WAIT_S`.
         """
         asked = time.monotonic()
+        self._wake.set()
         while self._thread is not None and self._thread.is_alive() and self._looked_s < asked:
             if time.monotonic() - asked > LOOK_WAIT_S:
                 return
-            self._wake.set()
             time.sleep(0.002)
 
     def windows(self, started_s: float, ended_s: float) -> list[GpuWindow] | None:
