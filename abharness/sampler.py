@@ -36,13 +36,16 @@ KEPT_ERRORS = 20
 CALIBRATION_S = 0.6
 """Time in which the energy counter's steps are looked for: six of 0.1 s, the longest period known."""
 
+MOST_CALIBRATION_S = 1.5
+"""Longest time for that, where the counter has not moved often enough until then."""
+
 CALIBRATION_LOOKS = 3
 """Looks whose median cost counts: the first is dearer than the others."""
 
 CALIBRATION_POLL_S = 0.003
 """Between two looks at the counter meanwhile: small beside every period known, 10 ms and more."""
 
-LEAST_GAPS = 3
+LEAST_GAPS = 2
 """Gaps between steps of the counter from which a period is told."""
 
 IDLE_S = 2.0
@@ -126,14 +129,24 @@ class Sampler:
     def calibrate(self) -> None:
         """Measure what a look costs and how often each energy counter moves, and fix the interval by it.
 
-        Takes `CALIBRATION_S`, or `CALIBRATION_LOOKS` looks where no device has a counter.
+        Takes `CALIBRATION_S`, up to `MOST_CALIBRATION_S` where a counter moves seldom, and no more than
+        `CALIBRATION_LOOKS` looks where no device has one.
         """
+
+        def gaps(uuid: str) -> list[float]:
+            steps = energy.steps_of(self._counter[uuid])
+            return [later[0] - earlier[0] for earlier, later in pairwise(steps)]
+
+        def done(started_s: float) -> bool:
+            waited_s = time.monotonic() - started_s
+            known = all(len(gaps(uuid)) >= LEAST_GAPS for uuid, readings in self._counter.items() if readings)
+            return waited_s >= (CALIBRATION_S if known else MOST_CALIBRATION_S)
+
         self._read_cpu_s = statistics.median(self._cost_of_a_look() for _ in range(CALIBRATION_LOOKS))
-        self._poll(lambda started_s: time.monotonic() - started_s >= CALIBRATION_S)
-        for uuid, readings in self._counter.items():
-            gaps = [later[0] - earlier[0] for earlier, later in pairwise(energy.steps_of(readings))]
-            if len(gaps) >= LEAST_GAPS:
-                self._energy_period_s[uuid] = statistics.median(gaps)
+        self._poll(done)
+        for uuid in self._uuids:
+            if len(found := gaps(uuid)) >= LEAST_GAPS:
+                self._energy_period_s[uuid] = statistics.median(found)
         period = max(self._energy_period_s.values(), default=DEFAULT_INTERVAL_S)
         low, high = INTERVAL_BOUNDS_S
         wanted = self._asked_interval_s or min(high, max(low, period))

@@ -260,6 +260,8 @@ class NvmlGpu:
             return None
         if value.nvmlReturn:
             raise self._nvml.NVMLError(value.nvmlReturn)
+        if value.valueType not in FIELD_VALUE:
+            raise GpuError(f"NVML: field {field} is of type {value.valueType}, which is not known here")
         return float(getattr(value.value, FIELD_VALUE[value.valueType]))
 
     def missing(self) -> dict[str, dict[str, str]]:

@@ -48,7 +48,14 @@ class Outcome:
         return [item["finding"]["message"] for item in self.comparison["seen"] if item["finding"]["code"] == code]
 
 
-def spec(folder: Path, gpu_dir: Path, faults: dict[str, Any], *, telemetry: str = "{interval_s: 0.05}") -> Path:
+def spec(
+    folder: Path,
+    gpu_dir: Path,
+    faults: dict[str, Any],
+    *,
+    telemetry: str = "{interval_s: 0.05}",
+    num_prompts: str = "8",
+) -> Path:
     path = folder / "fake.yaml"
     path.write_text(f"""\
 experiment: fake
@@ -67,7 +74,8 @@ variants:
 design: {{launches_per_variant: 1}}
 telemetry: {telemetry}
 workloads:
-  - {{name: decode, kind: decode, input_len: 16, output_len: 32, max_concurrency: 2, num_prompts: 8, num_warmups: 0}}
+  - {{name: decode, kind: decode, input_len: 16, output_len: 32, max_concurrency: 2, num_warmups: 0,
+     num_prompts: {num_prompts}}}
 """)
     return path
 
@@ -254,7 +262,7 @@ def test_older_drivers_and_newer_reasons_are_read(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_lost_ends_the_launch_and_what_was_measured_is_kept(tmp_path: Path) -> None:
-    done = run(tmp_path, nvml={"lost_after": 120})
+    done = run(tmp_path, nvml={"lost_after": 60}, telemetry="{interval_s: 0.1}", num_prompts="40")
     assert done.code == 4, done.out
     record = done.launch("0-baseline")
     assert record.error is not None

@@ -218,7 +218,7 @@ class Clock:
     """Time that passes only where somebody sleeps, or works."""
 
     def __init__(self) -> None:
-        self.now = self.cpu = 100.0
+        self.now = self.cpu = 0.0
         self._lock = threading.Lock()
 
     def monotonic(self) -> float:
@@ -306,6 +306,7 @@ def sampled(
         (None, 0.1, 0.0, 0.1),
         (None, 0.02, 0.0, 0.05),
         (None, 0.15, 0.0, 0.15),
+        (None, 0.4, 0.0, 0.2),
         (0.5, 0.1, 0.0, 0.5),
         (0.02, 0.1, 0.0, 0.02),
         (0.02, 0.1, 0.01, 0.2),
@@ -358,7 +359,7 @@ def test_nothing_is_waited_for_without_a_gpu_or_a_server(clock: Clock) -> None:
     absent.idle(lambda: None)
     assert clock.now == before
     found = sampled(ScriptedGpu(clock), alive=lambda: "it died")
-    assert clock.now - before < 1
+    assert clock.now - before < 2
     assert (found.idle_power_w, found.idle_started_s) == ({}, None)
 
 
@@ -384,6 +385,13 @@ def test_a_window_tells_energy_power_and_limit() -> None:
     assert (found.power_mean_w, found.idle_power_w) == (400, 120)
     assert (found.power_limit_w, found.power_limit_changed) == (700, False)
     assert (found.power_limit_w_min, found.power_limit_w_max) == (None, None)
+
+
+def test_g3_samples_from_before_a_window_say_nothing_about_it() -> None:
+    found = window([sample(index / 10) for index in range(10)])
+    assert (found.samples, found.power_mean_w, found.power_limit_w, found.sm_clock_mhz) == (0, None, None, None)
+    assert found.energy_j is None
+    assert "around the start and end of the window" in str(found.energy_absent)
 
 
 def test_a_power_limit_that_changes_within_a_window_is_seen() -> None:
