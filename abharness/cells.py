@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from abharness import metrics, stats
+from abharness.gpuchecks import Condition
 from abharness.record import Variant
 from abharness.runs import CellKey, Launch
 from abharness.spec import ExperimentSpec, Primary
@@ -24,6 +25,8 @@ ByLaunch = dict[Variant, dict[int, float]]
 
 
 BY_NAME = {metric.name: metric for metric in metrics.METRICS}
+
+NOTHING: ByLaunch = {"baseline": {}, "candidate": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +76,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell with its rows; `codes` are the invalidating codes found in it."""
+    """One cell with its rows.
+
+    Attributes:
+        codes: The invalidating codes found in it.
+        conditions: What the GPUs did meanwhile.
+    """
 
     key: CellKey
     kind: metrics.Kind
     rows: list[Row]
     codes: tuple[str, ...]
+    conditions: tuple[Condition, ...] = ()
 
 
 def launch_values(launch: Launch) -> dict[CellKey, dict[str, float]]:
@@ -95,12 +104,51 @@ def launch_values(launch: Launch) -> dict[CellKey, dict[str, float]]:
     return result
 
 
+def unknown_energy(launches: Mapping[Variant, Sequence[Launch]]) -> dict[CellKey, dict[str, str]]:
+    """By cell, the energy metrics that may not be compared, each with the reason.
+
+    That is one that some launch does not know in any of its repeats: the others alone would be another experiment. And
+    all of them where the launches measured energy in different ways, which differ by more than most switches do.
+    """
+    found: dict[CellKey, dict[str, str]] = defaultdict(dict)
+    lacking: dict[tuple[CellKey, str], list[str]] = defaultdict(list)
+    bases: dict[CellKey, dict[Variant, set[str]]] = defaultdict(lambda: defaultdict(set))
+    names: dict[CellKey, list[str]] = {}
+    for variant, part in launches.items():
+        for launch in part:
+            if all(record.gpus is None for record in launch.record.cells):
+                continue
+            known = launch_values(launch)
+            for record in launch.record.cells:
+                key = CellKey.of(record)
+                requests = launch.requests.get((key, record.repeat), [])
+                if record.gpus is not None:
+                    names[key] = [
+                        name for name in metrics.cell_metrics(record, requests) if name in metrics.ENERGY_METRICS
+                    ]
+                if (basis := metrics.energy_basis(record)) is not None:
+                    bases[key][variant].add(basis)
+                for name, reason in metrics.energy_unknown(record, requests).items():
+                    if name not in known[key]:
+                        lacking[key, name].append(f"{reason} (launch {launch.record.launch_index}-{variant}")
+    for (key, name), reasons in lacking.items():
+        more = f", and {len(reasons) - 1} more like it)" if len(reasons) > 1 else ")"
+        found[key][name] = reasons[0] + more
+    for key, by_variant in bases.items():
+        if len({basis for part in by_variant.values() for basis in part}) > 1:
+            told = "; ".join(f"{variant} by {' and '.join(sorted(part))}" for variant, part in by_variant.items())
+            for name in names[key]:
+                found[key].setdefault(name, f"energy: measured in different ways: {told}")
+    return dict(found)
+
+
 def call_cells(
     values: Mapping[CellKey, Mapping[str, ByLaunch]],
     kinds: Mapping[CellKey, metrics.Kind],
     codes: Mapping[CellKey, Sequence[str]],
     spec: ExperimentSpec,
     floors: Mapping[tuple[CellKey, str], CellFloor],
+    unknown: Mapping[CellKey, Mapping[str, str]] | None = None,
 ) -> list[Cell]:
     """Test every metric of every cell and say what may be said.
 
@@ -114,11 +162,19 @@ def call_cells(
         codes: Invalidating codes found in a cell.
         spec: Its design has the level, the least effect and the primary.
         floors: By cell and metric, where an A/A measured them.
+        unknown: By cell, metrics that may not be compared, each with the reason: their rows say so.
     """
-    cells = [
-        Cell(key, kinds[key], [_row(name, table[name], key, kinds[key], spec) for name in table], _once(codes.get(key)))
-        for key, table in values.items()
-    ]
+    unknown = unknown or {}
+    cells = []
+    for key, table in values.items():
+        reasons = unknown.get(key, {})
+        named = _decides(key, kinds[key], spec)
+        rows = [
+            _row(name, table.get(name, NOTHING), key, kinds[key], spec, reasons.get(name))
+            for name in BY_NAME
+            if name in table or name in reasons or (name == named and kinds[key] in BY_NAME[name].kinds)
+        ]
+        cells.append(Cell(key, kinds[key], rows, _once(codes.get(key))))
     families: dict[bool, dict[tuple[CellKey, str], float]] = defaultdict(dict)
     for cell in cells:
         for row in cell.rows:
@@ -142,16 +198,24 @@ def _once(codes: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(codes or ()))
 
 
-def _row(name: str, values: ByLaunch, key: CellKey, kind: metrics.Kind, spec: ExperimentSpec) -> Row:
+def _decides(key: CellKey, kind: metrics.Kind, spec: ExperimentSpec) -> str | None:
+    """The metric of a cell that `design.primary` names, if it names this cell."""
+    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
+    if primary is None or not primary.names(key.workload, kind, key.input_len, key.max_concurrency):
+        return None
+    return primary.metric
+
+
+def _row(
+    name: str, values: ByLaunch, key: CellKey, kind: metrics.Kind, spec: ExperimentSpec, unknown: str | None
+) -> Row:
     metric = BY_NAME[name]
     samples = {variant: list(part.values()) for variant, part in values.items()}
-    ratio = stats.compare_ratio(samples["baseline"], samples["candidate"], alpha=spec.design.alpha)
-    primary = Primary.parse(spec.design.primary) if spec.design.primary else None
-    if primary is None:
-        decisive = metric.headline
+    if unknown is None:
+        ratio = stats.compare_ratio(samples["baseline"], samples["candidate"], alpha=spec.design.alpha)
     else:
-        named = primary.names(key.workload, kind, key.input_len, key.max_concurrency)
-        decisive = named and name == primary.metric
+        ratio = stats.Ratio(None, reason=unknown)
+    decisive = metric.headline if spec.design.primary is None else name == _decides(key, kind, spec)
     launches = {variant: list(part) for variant, part in values.items()}
     return Row(metric, samples, launches, ratio, None, "~", decisive=decisive)
 

@@ -17,13 +17,14 @@ from typing import Literal
 from pydantic import ValidationError
 
 from abharness import floors, metrics, stats
-from abharness.cells import ByLaunch, Cell, CellFloor, call_cells, launch_values
+from abharness.cells import ByLaunch, Cell, CellFloor, call_cells, launch_values, unknown_energy
 from abharness.checks import check_cell, check_variants
 from abharness.diagnostics import remark
 from abharness.effects import Effect, effect_findings, effects
 from abharness.errors import RecordError
 from abharness.executed import PhaseKernels, compare_kernels
 from abharness.floors import Floor
+from abharness.gpuchecks import Condition, conditions
 from abharness.paired import Accuracy, compare_answers
 from abharness.plan import recorded_hash
 from abharness.record import Finding, Variant
@@ -317,13 +318,17 @@ def _cells(
                 for name, value in table.items():
                     samples = values.setdefault(key, {}).setdefault(name, {v: {} for v in VARIANTS})
                     samples[side.variant][launch.record.launch_index] = value
+    done: dict[CellKey, tuple[Condition, ...]] = {}
     for key in values:
         by_variant = {side.variant: [launch.cells_of(key) for launch in side.launches] for side in sides}
+        done[key] = conditions(by_variant)
         for finding in check_variants(by_variant):
             found.append(Seen(str(key), finding))
             if stands(found[-1], waivers):
                 codes[key].append(finding.code)
-    cells = call_cells(values, kinds, codes, spec, limits)
+    unknown = unknown_energy({side.variant: side.launches for side in sides})
+    cells = call_cells(values, kinds, codes, spec, limits, unknown)
+    cells = [replace(cell, conditions=done[cell.key]) for cell in cells]
     return remark(cells, time_positions(sides), spec.design), found
 
 

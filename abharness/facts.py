@@ -50,6 +50,7 @@ def launch_facts(launch: Launch) -> dict[str, str]:
     facts |= {f"version.{name}": value for name, value in evidence.server_versions.items()}
     facts |= _modules(launch)
     facts["gpu"] = ",".join(evidence.gpu_uuids) if evidence.gpu_uuids else f"none ({evidence.gpu_absent})"
+    facts |= _power_limits(record)
     for cell in record.cells:
         facts[f"prompts.{CellKey.of(cell)} repeat {cell.repeat}"] = cell.prompts_sha256
     for run in record.accuracy:
@@ -61,6 +62,18 @@ def _untraced(argv: Sequence[str]) -> list[str]:
     """Arguments without the profiler's, which the harness adds and which do nothing before a profiler is started."""
     place = next((index for index, arg in enumerate(argv) if arg == PROFILER_FLAG), len(argv))
     return [*argv[:place], *argv[place + 2 :]]
+
+
+def _power_limits(record: LaunchRecord) -> dict[str, str]:
+    """Of each GPU, the power limits that were in force while cells were measured, in order."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for cell in record.cells:
+        for gpu in cell.gpus or []:
+            if gpu.power_limit_changed:
+                found[gpu.uuid].append(f"{gpu.power_limit_w_min:g} to {gpu.power_limit_w_max:g} W within a cell")
+            elif gpu.power_limit_w is not None:
+                found[gpu.uuid].append(f"{gpu.power_limit_w:g} W")
+    return {f"power_limit.{uuid}": ", then ".join(dict.fromkeys(texts)) for uuid, texts in found.items()}
 
 
 def config_facts(launch: Launch) -> dict[str, str]:

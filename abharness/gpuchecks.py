@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from abharness.record import CellRecord, Finding, Variant
 from abharness.windows import GpuWindow
@@ -48,9 +49,9 @@ def check_gpus(cell: CellRecord) -> list[Finding]:
     if cell.gpus is None:
         return []
     gap = _check_gap(cell, cell.gpus)
-    working = [gpu for gpu in cell.gpus if _idle(cell, gpu) is None]
+    working = [gpu for gpu in cell.gpus if idle(cell, gpu) is None]
     if gap is None and not working and cell.gpus:
-        told = "; ".join(f"{gpu.uuid} {_idle(cell, gpu)}" for gpu in cell.gpus)
+        told = "; ".join(f"{gpu.uuid} {idle(cell, gpu)}" for gpu in cell.gpus)
         gap = Finding(
             code="telemetry_gap",
             message=f"the sampled GPU is not the one that works: {told}",
@@ -65,7 +66,7 @@ def unknown_of_gpus(cell: CellRecord) -> list[str]:
         return [] if cell.gpus_absent else ["the GPUs' clocks (not on record)"]
     found = []
     for gpu in cell.gpus:
-        if _idle(cell, gpu) is None and gpu.samples:
+        if idle(cell, gpu) is None and gpu.samples:
             unknown = [
                 f"{name} ({gpu.missing.get(name, 'no reading')})"
                 for name in CHECKED_FIELDS
@@ -105,7 +106,7 @@ def _check_gap(cell: CellRecord, gpus: Sequence[GpuWindow]) -> Finding | None:
     )
 
 
-def _idle(cell: CellRecord, gpu: GpuWindow) -> str | None:
+def idle(cell: CellRecord, gpu: GpuWindow) -> str | None:
     """Why a GPU did not do this cell's work; None where it did, or where nothing tells."""
     used, before = gpu.memory_used_bytes_max, gpu.memory_used_bytes_before
     if used is not None and before is not None and used < before + MEMORY_TAKEN_BYTES:
@@ -179,8 +180,43 @@ def check_power_cap(cells: Launches) -> Finding | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What the GPUs did in one cell, side by side: it describes, and decides nothing.
+
+    Attributes:
+        name: What, with its unit as shown.
+        values: By variant, the median over its launches, in the unit shown; None where it is not known.
+    """
+
+    name: str
+    values: Mapping[Variant, float | None]
+
+
+def conditions(cells: Launches) -> tuple[Condition, ...]:
+    """SM clock, power and the share of samples at the power cap (where it is not 0 in both) of the GPUs that work."""
+    found: list[Condition] = []
+    everyone = [gpu for part in cells.values() for launch in part for gpu in _working(launch)]
+    uuids = list(dict.fromkeys(gpu.uuid for gpu in everyone))
+    for uuid in uuids:
+        of = f" of {uuid}" if len(uuids) > 1 else ""
+        kinds = sorted({gpu.power_kind for gpu in everyone if gpu.uuid == uuid and gpu.power_kind is not None})
+        kind = f" ({'/'.join(kinds)})" if kinds else ""
+        for name, field, scale, only_above in (
+            (f"SM clock MHz{of}", "sm_clock_mhz", 1, None),
+            (f"power W{kind}{of}", "power_mean_w", 1, None),
+            (f"sw_power_cap % of samples{of}", "sw_power_cap", 100, 0.0),
+        ):
+            values = {variant: _over_launches(part, uuid, field) for variant, part in cells.items()}
+            known = [value for value in values.values() if value is not None]
+            if known and (only_above is None or max(known) > only_above):
+                shown = {variant: None if value is None else value * scale for variant, value in values.items()}
+                found.append(Condition(name, shown))
+    return tuple(found)
+
+
 def _working(launch: Sequence[CellRecord]) -> list[GpuWindow]:
-    return [gpu for cell in launch for gpu in cell.gpus or [] if gpu.samples and _idle(cell, gpu) is None]
+    return [gpu for cell in launch for gpu in cell.gpus or [] if gpu.samples and idle(cell, gpu) is None]
 
 
 def _over_launches(launches: Sequence[Sequence[CellRecord]], uuid: str, field: str) -> float | None:

@@ -345,7 +345,8 @@ def _gpus(check: EnvironmentCheck, gpus: Sequence[str] | None) -> list[Finding]:
             )
         )
     for pid, report in sorted(reports_by_pid(check).items()):
-        strange = [uuid for uuid in report.gpu_uuids or [] if gpus is not None and uuid not in gpus]
+        checked = {_bare(uuid) for uuid in gpus or ()}
+        strange = [uuid for uuid in report.gpu_uuids or [] if gpus is not None and _bare(uuid) not in checked]
         if strange:
             findings.append(
                 _mismatch(
@@ -356,6 +357,11 @@ def _gpus(check: EnvironmentCheck, gpus: Sequence[str] | None) -> list[Finding]:
                 )
             )
     return findings
+
+
+def _bare(uuid: str) -> str:
+    """A device's UUID without its prefix: CUDA's of a MIG slice comes without one."""
+    return uuid.removeprefix("GPU-").removeprefix("MIG-")
 
 
 def judge_gpu_pids(

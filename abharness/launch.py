@@ -132,6 +132,7 @@ class LaunchExecution:
         load = self._make_load(vllm)
         self.sampler.start()
         try:
+            self.sampler.idle(vllm.alive)
             load.measure()
         except LoadFailed:
             # Then the load ended for that, whatever else it said.

@@ -190,12 +190,7 @@ class Load:
                 self._keep(shape, repeat, cut.traffic.requests)
                 raise
             self._keep(shape, repeat, traffic.requests)
-            seen = watch.ended(
-                traffic.started_s,
-                traffic.ended_s,
-                prompt_tokens=sum(request.prompt_tokens or 0 for request in traffic.requests),
-                generation_tokens=sum(request.output_tokens or 0 for request in traffic.requests),
-            )
+            seen = watch.ended(traffic.started_s, traffic.ended_s, traffic.requests, shape.max_concurrency)
             cell = CellRecord(
                 workload=shape.workload,
                 kind=shape.kind,

@@ -3,6 +3,9 @@
 Definitions follow `vllm bench serve` where it has them: `tpot` = (e2el - ttft) / (output_tokens - 1); medians and
 99th percentiles are over the requests of the cell; rates are over its whole window, first submission to the end of
 the last stream. Times start when the request's bytes had been sent. Failed requests are in no latency and no rate.
+
+Energy is that of the GPUs that work, over the cell's window, per token; of these metrics alone it is kept why one is not
+known, since a GPU's energy often is not, for reasons a person can do something about.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from abharness.gpuchecks import idle
 from abharness.record import CellRecord, RequestRecord
+from abharness.windows import GpuWindow
 
 Kind = Literal["decode", "prefill"]
 
@@ -56,7 +61,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("itl_p99", "s", "ms", 1e3, False, ("decode",), chief=True),
     Metric("e2el", "s", "ms", 1e3, False, ("decode", "prefill")),
     Metric("e2el_p99", "s", "ms", 1e3, False, ("decode", "prefill")),
+    Metric("energy_per_output_token", "J/tok", "mJ/tok", 1e3, False, ("decode",), chief=True),
+    Metric("energy_per_output_token_steady", "J/tok", "mJ/tok", 1e3, False, ("decode",)),
+    Metric("net_energy_per_output_token", "J/tok", "mJ/tok", 1e3, False, ("decode",)),
+    Metric("energy_per_prompt_token", "J/tok", "mJ/tok", 1e3, False, ("prefill",), chief=True),
+    Metric("net_energy_per_prompt_token", "J/tok", "mJ/tok", 1e3, False, ("prefill",)),
 )
+
+ENERGY_METRICS = tuple(metric.name for metric in METRICS if "energy" in metric.name)
+"""They are there only where a GPU was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +157,10 @@ def tokens_within(request: RequestRecord, window: Window) -> float:
 
 
 def cell_metrics(cell: CellRecord, requests: Sequence[RequestRecord]) -> dict[str, float | None]:
-    """Every metric of a cell's kind, in stored units; None where it cannot be known (no completed request, ...)."""
+    """Every metric of a cell's kind, in stored units; None where it cannot be known (no completed request, ...).
+
+    Those of the energy are left out where no GPU was sampled; why one is None says `energy_unknown`.
+    """
     done = ok(requests)
     wall = cell.ended_s - cell.started_s
     output = sum(request.output_tokens or 0 for request in done)
@@ -174,4 +190,85 @@ def cell_metrics(cell: CellRecord, requests: Sequence[RequestRecord]) -> dict[st
     for name, of in (("ttft", ttft_s), ("tpot", tpot_s), ("e2el", e2el_s)):
         result[name] = median(values(of))
         result[f"{name}_p99"] = percentile(values(of), 0.99)
-    return {metric.name: result[metric.name] for metric in METRICS if cell.kind in metric.kinds}
+    for name, value in _energy(cell, requests).items():
+        result[name] = None if isinstance(value, str) else value
+    return {
+        metric.name: result[metric.name] for metric in METRICS if cell.kind in metric.kinds and metric.name in result
+    }
+
+
+def energy_unknown(cell: CellRecord, requests: Sequence[RequestRecord]) -> dict[str, str]:
+    """The energy metrics of a cell's kind that are not known, each with the reason."""
+    kinds = {metric.name: metric.kinds for metric in METRICS}
+    found = _energy(cell, requests)
+    return {name: value for name, value in found.items() if cell.kind in kinds[name] and isinstance(value, str)}
+
+
+def energy_basis(cell: CellRecord) -> str | None:
+    """What a cell's energies rest on, source and kind of power, to be equal where they are compared; None for none."""
+    used = {f"{gpu.energy_source}, power: {gpu.power_kind}" for gpu in _working(cell) if _usable(gpu)}
+    return " and ".join(sorted(used)) or None
+
+
+def _usable(gpu: GpuWindow) -> bool:
+    return gpu.energy_j is not None and gpu.energy_absent is None
+
+
+def _working(cell: CellRecord) -> list[GpuWindow]:
+    return [gpu for gpu in cell.gpus or [] if idle(cell, gpu) is None]
+
+
+def _energy(cell: CellRecord, requests: Sequence[RequestRecord]) -> dict[str, float | str]:
+    """Joules per token, or why not; empty where no GPU was sampled."""
+    if cell.gpus is None:
+        return {}
+    done = ok(requests)
+    output = float(sum(request.output_tokens or 0 for request in done))
+    prompt = float(sum(request.prompt_tokens or 0 for request in done))
+    whole = _joules(_working(cell), cell.gpus_absent)
+    net = whole if isinstance(whole, str) else _net(whole, _working(cell), cell.ended_s - cell.started_s)
+    steady = steady_window(requests, cell.max_concurrency)
+    steady_joules: float | str = "energy: the asked concurrency was never kept, so there is no steady window"
+    steady_tokens = 0.0
+    if steady is not None:
+        steady_tokens = sum(tokens_within(request, steady) for request in done)
+        names = {gpu.uuid for gpu in _working(cell)}
+        parts = [gpu for gpu in cell.gpus_steady or [] if gpu.uuid in names]
+        steady_joules = _joules(parts, None if cell.gpus_steady else "the steady window's is not on record")
+    return {
+        "energy_per_output_token": _per(whole, output),
+        "energy_per_output_token_steady": _per(steady_joules, steady_tokens),
+        "net_energy_per_output_token": _per(net, output),
+        "energy_per_prompt_token": _per(whole, prompt),
+        "net_energy_per_prompt_token": _per(net, prompt),
+    }
+
+
+def _joules(gpus: Sequence[GpuWindow], absent: str | None) -> float | str:
+    """The energy of all these GPUs together, or why one's is not known."""
+    if not gpus:
+        return f"energy: {absent or 'no sampled GPU does the work'}"
+    total = 0.0
+    for gpu in gpus:
+        if gpu.energy_j is None or gpu.energy_absent is not None:
+            which = f" of {gpu.uuid}" if len(gpus) > 1 else ""
+            return f"energy{which}: {gpu.energy_absent or 'not on record'}"
+        total += gpu.energy_j
+    return total
+
+
+def _net(joules: float, gpus: Sequence[GpuWindow], seconds: float) -> float | str:
+    """What the work cost beyond the idle power of the loaded server."""
+    idle_w = 0.0
+    for gpu in gpus:
+        if gpu.idle_power_w is None:
+            return f"energy: the idle power of {gpu.uuid} is not known"
+        idle_w += gpu.idle_power_w
+    net = joules - idle_w * seconds
+    return net if net > 0 else f"energy: {joules:.0f} J is no more than idling takes, {idle_w * seconds:.0f} J"
+
+
+def _per(joules: float | str, tokens: float) -> float | str:
+    if isinstance(joules, str):
+        return joules
+    return joules / tokens if tokens > 0 else "energy: there are no tokens to share it"

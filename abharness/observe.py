@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from abharness import endpoints
 from abharness.compilation import Watch
+from abharness.metrics import steady_window
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from abharness.record import ServerCounters
+    from abharness.record import RequestRecord, ServerCounters
     from abharness.sampler import Sampler
 
 
@@ -46,21 +48,34 @@ class WindowWatch:
         self._sampler = sampler
         self._counters = CounterWatch(base_url)
         self._compilation = Watch(log_path, cache_dirs)
+        # The load generator collects garbage before its window, and that holds up the sampler when the window begins.
+        # Collected and set aside now, there is nothing left for it to go through.
+        gc.collect()
+        gc.freeze()
+        sampler.look_now()
 
-    def ended(self, started_s: float, ended_s: float, prompt_tokens: int, generation_tokens: int) -> dict[str, Any]:
+    def ended(
+        self, started_s: float, ended_s: float, requests: Sequence[RequestRecord], max_concurrency: int
+    ) -> dict[str, Any]:
         """The fields of the cell's record that tell what was seen.
 
         Args:
             started_s: Start of the window, monotonic seconds.
             ended_s: Its end.
-            prompt_tokens: What the client counted in all its requests.
-            generation_tokens: The same for their outputs.
+            requests: All requests of the cell.
+            max_concurrency: Requests that were to be kept in flight.
         """
+        self._sampler.look_now()
         compilation = self._compilation.ended()
         gpus = self._sampler.windows(started_s, ended_s)
+        steady = steady_window(requests, max_concurrency)
         return {
             "compilation": compilation,
             "gpus": gpus,
+            "gpus_steady": self._sampler.windows(steady.start_s, steady.end_s) if steady else None,
             "gpus_absent": self._sampler.absent if gpus is None else None,
-            "counters": self._counters.ended(prompt_tokens, generation_tokens),
+            "counters": self._counters.ended(
+                prompt_tokens=sum(request.prompt_tokens or 0 for request in requests),
+                generation_tokens=sum(request.output_tokens or 0 for request in requests),
+            ),
         }

@@ -130,6 +130,7 @@ class CellRecord(Model):
         client: The load generator's own business.
         counters: Server counter deltas over the cell, or None when `/metrics` could not be read.
         gpus: What each GPU the launch could use did meanwhile, or None with the reason in `gpus_absent`.
+        gpus_steady: The same over the steady window alone (`metrics.steady_window`), or None where there was none.
         gpus_absent: Why no GPU was sampled; None too in records from before there was sampling.
         compilation: What was compiled meanwhile; None in records from before that was looked at.
         findings: What the checks of this cell saw.
@@ -147,6 +148,7 @@ class CellRecord(Model):
     client: ClientLoad
     counters: ServerCounters | None
     gpus: list[GpuWindow] | None = None
+    gpus_steady: list[GpuWindow] | None = None
     gpus_absent: str | None = None
     compilation: Compilation | None = None
     findings: list[Finding] = []

@@ -91,7 +91,7 @@ def _launches(comparison: Comparison) -> str:
 
 def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[list[str]]:
     launches = _launches(comparison)
-    return [
+    rows = [
         [
             f"{row.metric.name} {row.metric.display_unit}",
             *(_value(row.samples[variant], row) for variant in VARIANTS),
@@ -100,6 +100,10 @@ def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics:
         for row in cell.rows
         if all_metrics or row.metric.chief or row.decisive
     ]
+    for item in cell.conditions:
+        values = [item.values[variant] for variant in VARIANTS]
+        rows.append([item.name, *("-" if value is None else f"{value:.0f}" for value in values), ""])
+    return rows
 
 
 def _accuracy_rows(item: Accuracy, notes: _Footnotes) -> list[list[str]]:

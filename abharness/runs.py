@@ -8,7 +8,7 @@ from the replies: what was concluded when they were written is not read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from abharness.accuracy import rescored
 from abharness.errors import RecordError
 from abharness.executed import Executed
+from abharness.metrics import steady_window
 from abharness.record import (
     AnswerRecord,
     CellRecord,
@@ -158,7 +159,7 @@ def read_launch(path: Path) -> Launch:
     Raises:
         RecordError: Its launch record or evidence cannot be read.
     """
-    record = _with_samples(path, read_model(path / LAUNCH_FILE, LaunchRecord))
+    record = read_model(path / LAUNCH_FILE, LaunchRecord)
     evidence_file = path / EVIDENCE_FILE
     evidence = read_model(evidence_file, Evidence) if evidence_file.exists() else Evidence()
     requests: dict[tuple[CellKey, int], list[RequestRecord]] = defaultdict(list)
@@ -169,6 +170,7 @@ def read_launch(path: Path) -> Launch:
         warnings += dropped
         for line in lines:
             requests[CellKey.of(line), line.repeat].append(line.request)
+    record = _with_samples(path, record, requests)
     if (path / ANSWERS_FILE).exists():
         replies, dropped = read_lines(path / ANSWERS_FILE, AnswerRecord)
         warnings += dropped
@@ -212,7 +214,9 @@ def read_executed(path: Path, phases: Sequence[TracedPhase], evidence: Evidence)
     return tuple(found)
 
 
-def _with_samples(path: Path, record: LaunchRecord) -> LaunchRecord:
+def _with_samples(
+    path: Path, record: LaunchRecord, requests: Mapping[tuple[CellKey, int], Sequence[RequestRecord]]
+) -> LaunchRecord:
     """The same launch with the GPU windows of its cells made again from the raw samples, where these are there.
 
     Small published records leave the raw samples out; a file that is damaged leaves the windows unknown.
@@ -224,14 +228,16 @@ def _with_samples(path: Path, record: LaunchRecord) -> LaunchRecord:
     try:
         samples = by_gpu(read_samples(raw))
     except RecordError as error:
-        unknown = {"gpus": [], "gpus_absent": str(error)}
+        unknown: dict[str, Any] = {"gpus": [], "gpus_steady": None, "gpus_absent": str(error)}
         return record.model_copy(update={"cells": [cell.model_copy(update=unknown) for cell in record.cells]})
+    by_device = {uuid: samples.get(uuid, []) for uuid in sampling.memory_before_bytes}
     cells = []
     for cell in record.cells:
         errors = {gpu.uuid: gpu.errors for gpu in cell.gpus or []}
-        of_cell = {uuid: samples.get(uuid, []) for uuid in sampling.memory_before_bytes}
-        windows = summarise(of_cell, sampling, cell.started_s, cell.ended_s, errors)
-        cells.append(cell.model_copy(update={"gpus": windows}))
+        windows = summarise(by_device, sampling, cell.started_s, cell.ended_s, errors)
+        steady = steady_window(requests.get((CellKey.of(cell), cell.repeat), []), cell.max_concurrency)
+        in_steady = summarise(by_device, sampling, steady.start_s, steady.end_s, errors) if steady else None
+        cells.append(cell.model_copy(update={"gpus": windows, "gpus_steady": in_steady}))
     return record.model_copy(update={"cells": cells})
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from abharness import energy
 from abharness.errors import RecordError
 from abharness.windows import GpuWindow, Sampling
 
@@ -30,11 +31,13 @@ class Reading:
     Attributes:
         sm_clock_mhz: SM clock now, MHz.
         mem_clock_mhz: Memory clock now, MHz.
-        power_w: Power draw, watts, averaged as the driver does on this device.
+        power_w: Power draw, watts; `Sampling.power_kind` says whether it is of this instant or an average.
         temperature_c: Core temperature, degrees Celsius.
         utilization: Share of the driver's last period (1/6 s to 1 s) in which a kernel ran, 0 to 1.
         memory_used_bytes: Device memory in use, by anybody.
         reasons: Why the clocks are what they are (NVML's clocks event reasons, by name); empty when nothing limits.
+        energy_j: The energy counter: joules since the driver was loaded. It moves in steps (`Sampling.energy_period_s`).
+        power_limit_w: The power limit in force, watts: the lowest of all that are set.
     """
 
     sm_clock_mhz: float | None
@@ -44,6 +47,12 @@ class Reading:
     utilization: float | None
     memory_used_bytes: int | None
     reasons: tuple[str, ...] | None
+    energy_j: float | None
+    power_limit_w: float | None
+
+
+LATER_FIELDS = ("energy_j", "power_limit_w")
+"""Columns that files of earlier versions lack: unknown in their samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,11 @@ def read_samples(path: Path) -> list[Sample]:
 
     try:
         rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        return [Sample(**{**row, "reasons": None if row["reasons"] is None else tuple(row["reasons"])}) for row in rows]
+        later = dict.fromkeys(LATER_FIELDS)
+        return [
+            Sample(**{**later, **row, "reasons": None if row["reasons"] is None else tuple(row["reasons"])})
+            for row in rows
+        ]
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
         raise RecordError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
@@ -113,7 +126,7 @@ def summarise(
     ended_s: float,
     errors: Mapping[str, Sequence[str]],
 ) -> list[GpuWindow]:
-    """What each GPU did in a window; only samples inside it count.
+    """What each GPU did in a window; only samples inside it count, but for its energy those around its ends.
 
     Args:
         samples: By GPU, in order of time; a GPU without a sample has an empty list.
@@ -131,6 +144,9 @@ def summarise(
         counts = Counter(reason for one in reasons for reason in one)
         memory = [one.memory_used_bytes for one in inside if one.memory_used_bytes is not None]
         sm_clocks, busy = _known(inside, "sm_clock_mhz"), _known(inside, "utilization")
+        powers, limits = _known(inside, "power_w"), _known(inside, "power_limit_w")
+        joules = _energy(uuid, ordered, sampling, started_s, ended_s)
+        changed = len(set(limits)) > 1
         windows.append(
             GpuWindow(
                 uuid=uuid,
@@ -140,7 +156,18 @@ def summarise(
                 sm_clock_mhz=statistics.median(sm_clocks) if sm_clocks else None,
                 sm_clock_mhz_min=min(sm_clocks, default=None),
                 mem_clock_mhz=_median(inside, "mem_clock_mhz"),
-                power_w=_median(inside, "power_w"),
+                power_w=statistics.median(powers) if powers else None,
+                power_mean_w=statistics.fmean(powers) if powers else None,
+                power_kind=sampling.power_kind.get(uuid),
+                power_limit_w=statistics.median(limits) if limits else None,
+                power_limit_w_min=min(limits) if changed else None,
+                power_limit_w_max=max(limits) if changed else None,
+                power_limit_changed=changed,
+                energy_j=joules.energy_j,
+                energy_integral_j=joules.integral_j,
+                energy_source=joules.source,
+                energy_absent=joules.absent,
+                idle_power_w=sampling.idle_power_w.get(uuid),
                 temperature_c_max=max(_known(inside, "temperature_c"), default=None),
                 utilization=statistics.median(busy) if busy else None,
                 utilization_max=max(busy, default=None),
@@ -152,6 +179,22 @@ def summarise(
             )
         )
     return windows
+
+
+def _energy(
+    uuid: str, ordered: Sequence[Sample], sampling: Sampling, started_s: float, ended_s: float
+) -> energy.Energy:
+    missing = sampling.missing.get(uuid, {})
+    conditions = energy.Conditions(
+        interval_s=sampling.interval_s,
+        period_s=sampling.energy_period_s.get(uuid),
+        power_kind=sampling.power_kind.get(uuid, "unspecified"),
+        no_counter=missing.get("energy_j"),
+        no_power=missing.get("power_w"),
+    )
+    counter = [(sample.t_s, sample.energy_j) for sample in ordered if sample.energy_j is not None]
+    power = [(sample.t_s, sample.power_w) for sample in ordered if sample.power_w is not None]
+    return energy.of_window(counter, power, started_s, ended_s, conditions)
 
 
 def _known(samples: Sequence[Sample], name: str) -> list[float]:

@@ -98,9 +98,7 @@ def write_kernels(path: Path, trace: Trace) -> None:
                 out,
                 compression="zstd",
                 use_dictionary=["name", "kind"],
-                column_encoding={
-                    column: "DELTA_BINARY_PACKED" for column in (*(f"{name}_ns" for name in _TIMES), *_NULLABLE)
-                },
+                column_encoding=dict.fromkeys((*(f"{name}_ns" for name in _TIMES), *_NULLABLE), "DELTA_BINARY_PACKED"),
             )
             out.flush()
             os.fsync(out.fileno())

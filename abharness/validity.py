@@ -230,6 +230,8 @@ def _comparable(launches: Sequence[Launch], facts: Sequence[dict[str, str]]) -> 
         names = {name for name in names if not name.startswith(("config.", "vllm_env."))}
     if not all(any(name.startswith("module.") for name in fact) for fact in facts):
         names = {name for name in names if not name.startswith(("module.", "inside."))}
+    if not all(any(name.startswith("power_limit.") for name in fact) for fact in facts):
+        names = {name for name in names if not name.startswith("power_limit.")}
     return names
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from abharness.base import Model
+
+PowerKind = Literal["instant", "average", "unspecified"]
+"""What a power reading is: of this instant, an average over about a second, or whichever the architecture gives."""
+
+EnergySource = Literal["counter", "integrated power"]
 
 
 class GpuWindow(Model):
@@ -17,6 +24,17 @@ class GpuWindow(Model):
         sm_clock_mhz_min: Lowest SM clock, MHz.
         mem_clock_mhz: Median memory clock, MHz.
         power_w: Median power draw, watts, as the driver reports it (its own averaging included).
+        power_mean_w: Mean of the same.
+        power_kind: What the power reading is; None where power was not read, or in records from before this was kept.
+        power_limit_w: Median power limit in force, watts.
+        power_limit_w_min: The lowest, where it changed within the window; else None.
+        power_limit_w_max: The highest, likewise.
+        power_limit_changed: It changed within the window.
+        energy_j: Joules in the window, by `energy_source`. To be used only where `energy_absent` is None.
+        energy_integral_j: Power integrated over the window, joules.
+        energy_source: Where `energy_j` comes from.
+        energy_absent: Why `energy_j` may not be used, or is None. Both are None in records from before there was any.
+        idle_power_w: Mean power while the server was loaded and idle (`Sampling`), watts.
         temperature_c_max: Highest temperature, degrees Celsius.
         utilization: Median share of time in which a kernel ran, 0 to 1.
         utilization_max: Highest of the same.
@@ -35,6 +53,17 @@ class GpuWindow(Model):
     sm_clock_mhz_min: float | None = None
     mem_clock_mhz: float | None = None
     power_w: float | None = None
+    power_mean_w: float | None = None
+    power_kind: PowerKind | None = None
+    power_limit_w: float | None = None
+    power_limit_w_min: float | None = None
+    power_limit_w_max: float | None = None
+    power_limit_changed: bool = False
+    energy_j: float | None = None
+    energy_integral_j: float | None = None
+    energy_source: EnergySource | None = None
+    energy_absent: str | None = None
+    idle_power_w: float | None = None
     temperature_c_max: float | None = None
     utilization: float | None = None
     utilization_max: float | None = None
@@ -49,7 +78,9 @@ class Sampling(Model):
     """How the GPUs of a launch were sampled; the samples themselves are in `telemetry.parquet`.
 
     Attributes:
-        interval_s: Asked for.
+        interval_s: Between two samples, as it was kept.
+        asked_interval_s: As the spec has it; None where it leaves the choice.
+        read_cpu_s: CPU seconds that one look at all GPUs takes: what bounds the interval from below.
         started_s: First sample due, seconds on the clock of the requests.
         ended_s: Last moment of sampling.
         samples: Samples taken, over all GPUs.
@@ -58,9 +89,18 @@ class Sampling(Model):
         errors: NVML's words for them with the moment each was first seen, at most 20.
         memory_before_bytes: By GPU, device memory in use before the server was started.
         missing: By GPU, field -> why the device has no such reading.
+        power_kind: By GPU, what its power reading is.
+        energy_period_s: By GPU, median gap between two steps of its energy counter, measured before the load; a GPU
+            whose counter was not seen to move often enough is not in it.
+        idle_power_w: By GPU, mean power while the server was loaded and idle, watts; a GPU of which it is not known is
+            not in it.
+        idle_started_s: When that was, on the clock of the requests; None where it was not looked at.
+        idle_ended_s: Its end.
     """
 
     interval_s: float
+    asked_interval_s: float | None = None
+    read_cpu_s: float | None = None
     started_s: float
     ended_s: float
     samples: int
@@ -69,6 +109,11 @@ class Sampling(Model):
     errors: list[str] = []
     memory_before_bytes: dict[str, int] = {}
     missing: dict[str, dict[str, str]] = {}
+    power_kind: dict[str, PowerKind] = {}
+    energy_period_s: dict[str, float] = {}
+    idle_power_w: dict[str, float] = {}
+    idle_started_s: float | None = None
+    idle_ended_s: float | None = None
 
 
 class Compilation(Model):

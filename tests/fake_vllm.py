@@ -90,7 +90,7 @@ FAULTS = {
     "default_cache_write": "true: writes below ~/.cache/vllm whatever VLLM_CACHE_ROOT says",
     # The GPU.
     "gpu": "object: what NVML shows of the engine's device: sm_clock_mhz, mem_clock_mhz, power_w, temperature_c,"
-    " utilization (percent), reasons (names), memory_bytes, uuid",
+    " utilization (percent), reasons (names), memory_bytes, uuid, power_limit_w, energy_scale, energy_wraps_j",
     # Compiling late.
     "jit": "object: line (printed), file (VARIABLE/path, written), and request selection: compiled for such a request",
     # Counting.

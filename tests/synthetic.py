@@ -65,6 +65,7 @@ class Made:
     answer_counters: ServerCounters | Literal["exact"] | None = "exact"
     compilation: Compilation | None = field(default_factory=Compilation)
     gpus: Sequence[GpuWindow] | None = None
+    gpus_steady: Sequence[GpuWindow] | None = None
     client: Mapping[str, float] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -133,6 +134,7 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
         counters=_counted(requests) if made.counters == "exact" else made.counters,
         compilation=made.compilation,
         gpus=None if made.gpus is None else list(made.gpus),
+        gpus_steady=None if made.gpus_steady is None else list(made.gpus_steady),
         gpus_absent="no GPU" if made.gpus is None else None,
         **shape,
     )
@@ -224,7 +226,8 @@ def gpu(**values: Any) -> GpuWindow:
     fields: dict[str, Any] = {
         "uuid": "GPU-1", "samples": 10, "expected_samples": 10, "coverage": 1.0, "sm_clock_mhz": 1980,
         "mem_clock_mhz": 2619, "utilization_max": 1.0, "memory_used_bytes_before": 0, "memory_used_bytes_max": 2**33,
-        "reasons": {},
+        "reasons": {}, "power_w": 400, "power_mean_w": 400, "power_kind": "instant", "power_limit_w": 700,
+        "energy_j": 88, "energy_integral_j": 90, "energy_source": "counter", "idle_power_w": 100,
     }  # fmt: skip
     return GpuWindow.model_validate({**fields, **values})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -47,7 +48,14 @@ class Outcome:
         return [item["finding"]["message"] for item in self.comparison["seen"] if item["finding"]["code"] == code]
 
 
-def spec(folder: Path, gpu_dir: Path, faults: dict[str, Any], *, telemetry: str = "{interval_s: 0.05}") -> Path:
+def spec(
+    folder: Path,
+    gpu_dir: Path,
+    faults: dict[str, Any],
+    *,
+    telemetry: str = "{interval_s: 0.05}",
+    num_prompts: str = "8",
+) -> Path:
     path = folder / "fake.yaml"
     path.write_text(f"""\
 experiment: fake
@@ -66,7 +74,8 @@ variants:
 design: {{launches_per_variant: 1}}
 telemetry: {telemetry}
 workloads:
-  - {{name: decode, kind: decode, input_len: 16, output_len: 32, max_concurrency: 2, num_prompts: 8, num_warmups: 0}}
+  - {{name: decode, kind: decode, input_len: 16, output_len: 32, max_concurrency: 2, num_warmups: 0,
+     num_prompts: {num_prompts}}}
 """)
     return path
 
@@ -126,6 +135,17 @@ def test_an_honest_run_on_a_gpu_has_its_samples_windows_and_pids_on_record(tmp_p
         assert record.sampling is not None
         assert record.sampling.samples == len(samples)
         assert record.sampling.cpu_s > 0
+        assert (record.sampling.asked_interval_s, record.sampling.power_kind) == (0.05, {FIRST: "instant"})
+        assert record.sampling.interval_s >= 0.05
+        assert FIRST in record.sampling.energy_period_s
+        assert record.sampling.idle_power_w[FIRST] == pytest.approx(412.5, rel=0.2)
+        assert (record.sampling.idle_ended_s or 0) < cell.started_s, "before the load"
+        assert (window.power_kind, window.power_mean_w, window.power_limit_w) == ("instant", 412.5, 700)
+        assert {one.power_limit_w for one in inside} == {700}
+        assert all(one.energy_j is not None for one in inside)
+        assert max(one.t_s for one in samples) > cell.ended_s, "the last window has a sample behind its end"
+        assert cell.gpus_steady is not None
+        assert cell.gpus_steady[0].samples <= window.samples
         evidence = read_model(done.run / "launches" / label / "evidence.json", Evidence)
         engines = [one.pid for one in evidence.environment[0].processes if one.name.startswith("VLLM::EngineCore")]
         assert evidence.gpu_pids_seen == {FIRST: engines}
@@ -206,6 +226,34 @@ def test_what_the_device_cannot_say_is_unknown_and_named(tmp_path: Path) -> None
     assert any("sm_clock_mhz" in text and "reasons" in text for text in done.advice("not_checked")), done.out
 
 
+def test_f1_without_a_counter_and_a_long_window_the_energy_is_unknown_in_words(tmp_path: Path) -> None:
+    done = run(tmp_path, nvml={"not_supported": ["energy_j"]})
+    assert (done.code, done.comparison["codes"]) == (0, []), done.out
+    gpus = done.launch("0-baseline").cells[0].gpus
+    assert gpus is not None
+    assert (gpus[0].energy_j, gpus[0].energy_source) == (None, None)
+    assert "no energy counter (Not Supported)" in (gpus[0].energy_absent or "")
+    assert re.search(r"energy_per_output_token mJ/tok +- +- +no verdict \[\d\]", done.out)
+    assert "energy: no energy counter (Not Supported), and integrated power needs a window of 2 s" in done.out
+
+
+def test_a_mig_slice_is_sampled_and_has_no_energy(tmp_path: Path) -> None:
+    slices = [{"uuid": "MIG-1", "used": 2**20, "pids": []}]
+    done = run(
+        tmp_path,
+        {"gpu": {"uuid": "MIG-1"}},
+        devices=[{**device(FIRST), "mig": slices}],
+        environ={"CUDA_VISIBLE_DEVICES": "MIG-1"},
+    )
+    assert (done.code, done.comparison["codes"]) == (0, []), done.out
+    gpus = done.launch("0-baseline").cells[0].gpus
+    assert gpus is not None
+    assert gpus[0].uuid == "MIG-1"
+    assert gpus[0].memory_used_bytes_max == 2**20 + 4 * 2**30
+    assert gpus[0].power_w is None
+    assert f"GPU {FIRST} is shared by MIG slices" in done.out
+
+
 def test_older_drivers_and_newer_reasons_are_read(tmp_path: Path) -> None:
     done = run(tmp_path, {"gpu": {"reasons": ["sync_boost", "one_of_the_future"]}}, nvml={"old_driver": True})
     gpus = done.launch("0-baseline").cells[0].gpus
@@ -214,7 +262,7 @@ def test_older_drivers_and_newer_reasons_are_read(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_lost_ends_the_launch_and_what_was_measured_is_kept(tmp_path: Path) -> None:
-    done = run(tmp_path, nvml={"lost_after": 8})
+    done = run(tmp_path, nvml={"lost_after": 60}, telemetry="{interval_s: 0.1}", num_prompts="40")
     assert done.code == 4, done.out
     record = done.launch("0-baseline")
     assert record.error is not None

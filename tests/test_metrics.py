@@ -2,8 +2,19 @@
 
 import pytest
 
-from abharness.metrics import METRICS, Window, cell_metrics, percentile, steady_window, tokens_within
+from abharness.metrics import (
+    ENERGY_METRICS,
+    METRICS,
+    Window,
+    cell_metrics,
+    energy_basis,
+    energy_unknown,
+    percentile,
+    steady_window,
+    tokens_within,
+)
 from abharness.record import CellRecord, ClientLoad, RequestRecord
+from tests.synthetic import gpu
 
 
 def request(
@@ -106,3 +117,49 @@ def test_percentile_matches_linear_interpolation() -> None:
 def test_each_kind_has_exactly_one_headline_metric() -> None:
     for kind in ("decode", "prefill"):
         assert len([metric for metric in METRICS if kind in metric.kinds and metric.headline]) == 1
+
+
+def on_gpus(made: CellRecord, *gpus: object, steady: object = None) -> CellRecord:
+    return made.model_copy(update={"gpus": list(gpus), "gpus_steady": steady})
+
+
+PREFILL = [request(0, 0, 1, 1, tokens=1), request(1, 1, 2, 2, tokens=1)]
+
+
+def test_energy_of_a_prefill_is_shared_by_its_prompt_tokens() -> None:
+    made = on_gpus(cell(0, 2, kind="prefill"), gpu(energy_j=600, idle_power_w=100))
+    found = cell_metrics(made, PREFILL)
+    assert found["energy_per_prompt_token"] == pytest.approx(600 / 200)
+    assert found["net_energy_per_prompt_token"] == pytest.approx((600 - 200) / 200)
+    assert "energy_per_output_token" not in found
+    assert energy_unknown(made, PREFILL) == {}
+
+
+def test_the_steady_energy_is_shared_by_the_tokens_of_the_steady_window() -> None:
+    done = [request(0, 0, 0, 1), request(1, 0.5, 0.5, 2), request(2, 1, 1, 3), request(3, 2, 2, 4)]
+    window = steady_window(done, 2)
+    assert window is not None
+    made = on_gpus(
+        cell(0, 5, concurrency=2), gpu(energy_j=500), steady=[gpu(energy_j=100), gpu(uuid="GPU-2", energy_j=900)]
+    )
+    tokens = sum(tokens_within(one, window) for one in done)
+    assert tokens < 44
+    assert cell_metrics(made, done)["energy_per_output_token_steady"] == pytest.approx(100 / tokens)
+
+
+def test_without_a_gpu_there_is_no_energy_metric_and_no_reason() -> None:
+    made = cell(0, 2, kind="prefill")
+    assert not set(cell_metrics(made, PREFILL)) & set(ENERGY_METRICS)
+    assert (energy_unknown(made, PREFILL), energy_basis(made)) == ({}, None)
+
+
+def test_an_unknown_energy_is_none_with_its_reason_and_never_nothing() -> None:
+    old = on_gpus(cell(0, 2, kind="prefill"), gpu(energy_j=None, energy_source=None, power_kind=None))
+    assert cell_metrics(old, PREFILL)["energy_per_prompt_token"] is None
+    assert energy_unknown(old, PREFILL) == dict.fromkeys(
+        ("energy_per_prompt_token", "net_energy_per_prompt_token"), "energy: not on record"
+    )
+    idle = on_gpus(cell(0, 2, kind="prefill"), gpu(memory_used_bytes_max=0))
+    assert "no sampled GPU does the work" in energy_unknown(idle, PREFILL)["energy_per_prompt_token"]
+    failed = on_gpus(cell(0, 2, kind="prefill"), gpu())
+    assert "no tokens" in energy_unknown(failed, [request(0, 0, 1, 1, error="x")])["energy_per_prompt_token"]

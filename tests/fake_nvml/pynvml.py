@@ -1,14 +1,20 @@
 """A stand-in for the NVML bindings, found through PYTHONPATH where the official ones would be.
 
-FAKE_NVML           the devices, JSON: list of {uuid, name, used, pids, limit_mw}; unset is "no driver"
+FAKE_NVML           the devices, JSON: list of {uuid, name, used, pids, limit_mw, mig}; unset is "no driver". mig: the
+                    device is in MIG mode, and these are its slices, list of {uuid, used, pids}
 FAKE_GPU_DIR        folder in which fake engines keep `<pid>.json`: what each does to its device while it lives
 FAKE_NVML_FAULTS    JSON object, fault -> argument:
     not_supported   fields that the device does not have: sm_clock_mhz, mem_clock_mhz, power_w, temperature_c,
-                    utilization, reasons
+                    utilization, reasons, energy_j, power_instant, power_average
+    energy_period_s seconds between two steps of the energy counter, 0.02 if not given
+    no_fields       true: the driver is too old to know values by their field number
     old_driver      true: the driver knows the clocks event reasons under their older name only
     fail            object: after (SM clock readings that work), times (how many then fail)
     lost_after      SM clock readings that work before the device is lost for good
     slow_s          seconds that an SM clock reading takes
+
+The energy counter sums the power that the living engines draw. What an engine says of its device may bend it:
+energy_scale (of what is drawn, so much is counted), energy_wraps_j (it begins at 0 again each so many joules).
 """
 
 from __future__ import annotations
@@ -23,6 +29,12 @@ from typing import Any
 NVML_CLOCK_SM = 1
 NVML_CLOCK_MEM = 2
 NVML_TEMPERATURE_GPU = 0
+NVML_FI_DEV_POWER_AVERAGE = 185
+NVML_FI_DEV_POWER_INSTANT = 186
+NVML_DEVICE_MIG_DISABLE = 0
+NVML_DEVICE_MIG_ENABLE = 1
+UNSIGNED_INT = 1
+NOT_SUPPORTED = 3
 
 REASONS = {
     "gpu_idle": 0x1,
@@ -52,6 +64,7 @@ BUSY = {"sm_clock_mhz": 1980, "mem_clock_mhz": 2619, "power_w": 500.0, "temperat
         "reasons": []}  # fmt: skip
 
 readings = 0
+counters: dict[str, dict[str, float]] = {}
 
 
 class NVMLError(Exception):
@@ -71,6 +84,14 @@ class NVMLError_FunctionNotFound(NVMLError):  # noqa: N801
 
 
 class NVMLError_GpuIsLost(NVMLError):  # noqa: N801
+    pass
+
+
+class NVMLError_NotFound(NVMLError):  # noqa: N801
+    pass
+
+
+class NVMLError_InvalidArgument(NVMLError):  # noqa: N801
     pass
 
 
@@ -101,15 +122,22 @@ def still_there() -> None:
         raise NVMLError_GpuIsLost("GPU is lost")
 
 
+def state_of(handle: dict[str, Any]) -> dict[str, Any]:
+    working = on_device(handle["uuid"])
+    here = {**(BUSY if working else IDLE), "power_limit_w": handle.get("limit_mw", 0) / 1000}
+    for state in working.values():
+        here |= state
+    return here
+
+
 def value(handle: dict[str, Any], name: str) -> Any:
     still_there()
     if name in faults().get("not_supported", []):
         raise NVMLError_NotSupported("Not Supported")
-    working = on_device(handle["uuid"])
-    here = {**(BUSY if working else IDLE)}
-    for state in working.values():
-        here |= state
-    return here[name]
+    # A GPU in MIG mode does not say how busy it is, nor does a slice.
+    if name == "utilization" and ("mig" in handle or handle["uuid"].startswith("MIG-")):
+        raise NVMLError_NotSupported("Not Supported")
+    return state_of(handle)[name]
 
 
 def nvmlInit() -> None:  # noqa: N802
@@ -155,6 +183,69 @@ def nvmlDeviceGetClockInfo(handle: dict[str, Any], kind: int) -> int:  # noqa: N
         if fail and fail["after"] < readings <= fail["after"] + fail["times"]:
             raise NVMLError("Unknown Error")
     return int(value(handle, "sm_clock_mhz" if kind == NVML_CLOCK_SM else "mem_clock_mhz"))
+
+
+def nvmlDeviceGetTotalEnergyConsumption(handle: dict[str, Any]) -> int:  # noqa: N802
+    state = state_of(handle)
+    still_there()
+    if "energy_j" in faults().get("not_supported", []):
+        raise NVMLError_NotSupported("Not Supported")
+    period, now = faults().get("energy_period_s", 0.02), time.monotonic()
+    counter = counters.setdefault(handle["uuid"], {"joules": 9000.0, "tick": now // period})
+    counter["joules"] += state["power_w"] * state.get("energy_scale", 1) * (now // period - counter["tick"]) * period
+    counter["tick"] = now // period
+    return int(counter["joules"] % state.get("energy_wraps_j", float("inf")) * 1000)
+
+
+def nvmlDeviceGetFieldValues(handle: dict[str, Any], fields: list[int]) -> list[SimpleNamespace]:  # noqa: N802
+    if faults().get("no_fields"):
+        raise NVMLError_FunctionNotFound("Function Not Found")
+    names = {NVML_FI_DEV_POWER_AVERAGE: "power_average", NVML_FI_DEV_POWER_INSTANT: "power_instant"}
+    found = []
+    for field in fields:
+        lacks = names[field] in faults().get("not_supported", [])
+        milliwatts = SimpleNamespace(uiVal=int(value(handle, "power_w") * 1000))
+        status = NOT_SUPPORTED if lacks else 0
+        found.append(SimpleNamespace(nvmlReturn=status, valueType=UNSIGNED_INT, value=milliwatts))
+    return found
+
+
+def nvmlDeviceGetEnforcedPowerLimit(handle: dict[str, Any]) -> int:  # noqa: N802
+    if "limit_mw" not in handle:
+        raise NVMLError_NotSupported("Not Supported")
+    return int(value(handle, "power_limit_w") * 1000)
+
+
+def nvmlDeviceGetMigMode(handle: dict[str, Any]) -> list[int]:  # noqa: N802
+    if "mig" not in handle:
+        raise NVMLError_NotSupported("Not Supported")
+    return [NVML_DEVICE_MIG_ENABLE] * 2
+
+
+def nvmlDeviceGetMaxMigDeviceCount(handle: dict[str, Any]) -> int:  # noqa: N802
+    return 7
+
+
+def nvmlDeviceGetMigDeviceHandleByIndex(handle: dict[str, Any], index: int) -> dict[str, Any]:  # noqa: N802
+    # As with real ones, the places are not filled from the first.
+    if not 1 <= index <= len(handle["mig"]):
+        raise NVMLError_NotFound("Not Found")
+    return {"name": "Fake slice", **handle["mig"][index - 1]}
+
+
+def nvmlDeviceGetHandleByUUID(uuid: str) -> dict[str, Any]:  # noqa: N802
+    for device in json.loads(os.environ["FAKE_NVML"]):
+        for one in (device, *device.get("mig", [])):
+            if one["uuid"] == uuid:
+                return {"name": "Fake slice", **one}
+    raise NVMLError_NotFound("Not Found")
+
+
+def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle: dict[str, Any]) -> dict[str, Any]:  # noqa: N802
+    for device in json.loads(os.environ["FAKE_NVML"]):
+        if handle["uuid"] in [one["uuid"] for one in device.get("mig", [])]:
+            return device  # type: ignore[no-any-return]
+    raise NVMLError_InvalidArgument("Invalid Argument")
 
 
 def nvmlDeviceGetPowerUsage(handle: dict[str, Any]) -> int:  # noqa: N802

@@ -28,9 +28,24 @@ ON_A_GPU = Setup(
 )  # fmt: skip
 ON_ONE_OF_TWO = Setup(outside={**devices(DEVICE, OTHER), "CUDA_VISIBLE_DEVICES": "GPU-11111111"}).over(ON_A_GPU)
 
+# Long enough for the energy counter, whose period is 0.02 s here; the energy decides.
+BY_ENERGY = Setup(
+    spec={
+        "workloads": [{**DECODE, "output_len": 60, "num_prompts": 2}],
+        "design": {"primary": "decode[1]/energy_per_output_token"},
+        "telemetry": {"interval_s": 0.1},
+    },
+).over(ON_A_GPU)
+
 
 def gpu_lie(name: str, code: str, says: str, lie: Setup, exit_code: int = 3, honest: Setup = ON_A_GPU) -> Lie:
     return Lie(name, "the switch made the difference", exit_code, code, says, honest, lie)
+
+
+def energy_lie(name: str, says: str, lie: Setup) -> Lie:
+    """There is nothing wrong with the run: the energy alone is not known, and it was to decide."""
+    says = rf"^\[\d\] energy: {says}"
+    return Lie(name, "a token costs less energy", 3, None, says, BY_ENERGY, lie)
 
 
 def nvml(**orders: Any) -> Setup:
@@ -68,5 +83,30 @@ LIES = (
     gpu_lie(
         "another process comes to the GPU under load", "foreign_gpu_process", r"outside the verified process tree",
         faults(stray=in_candidate(how="gpu", after_requests=2, pid_file="@TMP@/gpu.pid")), 4,
+    ),
+    energy_lie(
+        "the energy counter counts half in one variant", r"counter \d+ J, integrated power \d+ J: \d+% apart, limit 10%",
+        faults(gpu=in_candidate(energy_scale=0.55)),
+    ),
+    energy_lie(
+        "the energy counter starts over under load", r"counter reset: it went from \d",
+        faults(gpu=in_candidate(energy_wraps_j=200)),
+    ),
+    energy_lie(
+        "the energy counter stands still", r"the energy counter stood still at .* J",
+        faults(gpu=in_candidate(energy_scale=0)),
+    ),
+    energy_lie(
+        "the window is too short for the energy counter", r"window of .* s is shorter than .*: its energy would be",
+        Setup(spec={"workloads": [{**DECODE, "output_len": 20, "num_prompts": 2}]}),
+    ),
+    energy_lie(
+        "the device has no energy counter, and its power is an average",
+        r"no energy counter \(Not Supported\), and integrated power needs a window of 10 s \(average power\)",
+        nvml(not_supported=["energy_j", "power_instant"]),
+    ),
+    gpu_lie(
+        "the power limit is lower in one variant", "undeclared_difference", r"power_limit.GPU-11111111: baseline .700 W",
+        faults(gpu=in_candidate(power_limit_w=500)),
     ),
 )  # fmt: skip
