@@ -224,15 +224,16 @@ def differences(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
 
 
 def _comparable(launches: Sequence[Launch], facts: Sequence[dict[str, str]]) -> set[str]:
-    """Names of facts, less those of a kind that is unknown for one of the launches: unknown is no difference."""
+    """Names of facts, less those of a kind that is unknown for one of the launches: unknown is no difference.
+
+    So it is with the power limit of each GPU.
+    """
     names = {name for fact in facts for name in fact}
     if any(launch.server_info is None for launch in launches):
         names = {name for name in names if not name.startswith(("config.", "vllm_env."))}
     if not all(any(name.startswith("module.") for name in fact) for fact in facts):
         names = {name for name in names if not name.startswith(("module.", "inside."))}
-    if not all(any(name.startswith("power_limit.") for name in fact) for fact in facts):
-        names = {name for name in names if not name.startswith("power_limit.")}
-    return names
+    return {name for name in names if not name.startswith("power_limit.") or all(name in fact for fact in facts)}
 
 
 def _no_server_info(launches: Sequence[Launch]) -> list[Seen]:
