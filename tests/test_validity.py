@@ -149,6 +149,18 @@ def test_a_launch_that_was_not_given_what_the_spec_declares(good: Path) -> None:
     assert "declared '1', launched with '2'" in str(comparison.seen)
 
 
+def test_a_mig_slice_is_the_same_device_however_its_uuid_is_written(good: Path) -> None:
+    """CUDA gives its 16 bytes without a prefix, and the probe writes those as a whole GPU's."""
+
+    def on_a_slice(data: dict[str, Any]) -> None:
+        data.update(gpu_uuids=["MIG-1"])
+        for report in every_report(data):
+            report.update(gpu_uuids=["GPU-1"])
+
+    edit(good, on_a_slice, pattern="*")
+    assert "env_mismatch" not in compared(good).codes
+
+
 def test_without_the_probe_the_run_stands_on_one_witness_and_says_so(good: Path) -> None:
     edit(good, lambda data: [check.update(probes=[]) for check in data["environment"]], pattern="*")
     comparison = compared(good)
