@@ -17,7 +17,7 @@ from typing import Any
 import openai
 
 from abharness.errors import LoadFailed
-from abharness.record import TokenStep
+from abharness.record import CLOSE_NATS, TokenStep
 from abharness.workers import ServerGone, closed_loop
 
 ChatOrText = str | Sequence[Mapping[str, str]]
@@ -258,9 +258,14 @@ def _completion_steps(logprobs: Mapping[str, Any]) -> list[TokenStep] | None:
 
 
 def _step(token: str, logprob: float | None, rivals: list[tuple[str, float | None]]) -> TokenStep:
-    known = [(text, value) for text, value in rivals if value is not None]
-    runner_up, runner_up_logprob = max(known, key=lambda rival: rival[1]) if known else (None, None)
-    return TokenStep(token=token, logprob=logprob, runner_up=runner_up, runner_up_logprob=runner_up_logprob)
+    known = sorted(((text, value) for text, value in rivals if value is not None), key=lambda rival: -rival[1])
+    runner_up, runner_up_logprob = known[0] if known else (None, None)
+    close = {
+        text: value for text, value in reversed(known[1:]) if logprob is not None and logprob - value <= CLOSE_NATS
+    }
+    return TokenStep(
+        token=token, logprob=logprob, runner_up=runner_up, runner_up_logprob=runner_up_logprob, close=close
+    )
 
 
 def _token(entry: Mapping[str, Any]) -> str:
@@ -287,7 +292,7 @@ def _count(value: Any) -> int | None:
 
 def _number(value: Any) -> float | None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None
+    return round(float(value), 4) if good else None
 
 
 def _storable(text: str) -> str:

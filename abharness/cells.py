@@ -24,6 +24,10 @@ ByLaunch = dict[Variant, dict[int, float]]
 """Values by variant and launch index."""
 
 
+CLOCKS_CODE = "clocks_differ"
+CLOCKS_AGAINST_CODE = "clocks_against"
+"""Stands with a call that clocks cannot explain: the slower variant had the higher ones."""
+
 BY_NAME = {metric.name: metric for metric in metrics.METRICS}
 
 NOTHING: ByLaunch = {"baseline": {}, "candidate": {}}
@@ -149,6 +153,7 @@ def call_cells(
     spec: ExperimentSpec,
     floors: Mapping[tuple[CellKey, str], CellFloor],
     unknown: Mapping[CellKey, Mapping[str, str]] | None = None,
+    clocked: Mapping[CellKey, Variant | None] | None = None,
 ) -> list[Cell]:
     """Test every metric of every cell and say what may be said.
 
@@ -163,6 +168,7 @@ def call_cells(
         spec: Its design has the level, the least effect and the primary.
         floors: By cell and metric, where an A/A measured them.
         unknown: By cell, metrics that may not be compared, each with the reason: their rows say so.
+        clocked: By cell, the variant whose GPUs ran at the higher clocks where the variants' clocks differ.
     """
     unknown = unknown or {}
     cells = []
@@ -187,7 +193,9 @@ def call_cells(
     for cell in cells:
         places = [(cell.key, row.metric.name) for row in cell.rows]
         rows = [
-            _called(replace(row, p=corrected.get(place), floor=floors.get(place)), cell, spec)
+            _called(
+                replace(row, p=corrected.get(place), floor=floors.get(place)), cell, spec, (clocked or {}).get(cell.key)
+            )
             for row, place in zip(cell.rows, places, strict=True)
         ]
         result.append(replace(cell, rows=rows))
@@ -220,10 +228,20 @@ def _row(
     return Row(metric, samples, launches, ratio, None, "~", decisive=decisive)
 
 
-def _called(row: Row, cell: Cell, spec: ExperimentSpec) -> Row:
+def _called(row: Row, cell: Cell, spec: ExperimentSpec, clocked: Variant | None) -> Row:
+    if not cell.codes:
+        return _tested(row, spec)
+    if cell.codes == (CLOCKS_CODE,) and row.metric.name not in metrics.ENERGY_METRICS:
+        tested = _tested(row, spec)
+        slower: dict[Call, Variant] = {"better": "baseline", "worse": "candidate"}
+        if clocked is not None and slower.get(tested.call) == clocked:
+            return replace(tested, notes=(*tested.notes, CLOCKS_AGAINST_CODE))
+    return replace(row, call="no verdict", notes=cell.codes)
+
+
+def _tested(row: Row, spec: ExperimentSpec) -> Row:
+    """The row with its call, as if nothing stood against its cell."""
     effect = row.ratio.effect
-    if cell.codes:
-        return replace(row, call="no verdict", notes=cell.codes)
     if effect is None:
         return replace(row, call="no verdict", notes=(row.ratio.reason or "unknown",))
     if row.p is None or row.p >= spec.design.alpha or abs(effect) <= spec.design.min_effect:

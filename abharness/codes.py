@@ -85,6 +85,11 @@ CODES: dict[str, Code] = {
         "lock the clocks where both variants hold them (nvidia-smi -lgc), or raise the power limit",
         waivable=True,
     ),
+    "clocks_against": Code(
+        "the slower variant ran at the higher clocks: they cannot be why it is slower; by how much holds at these clocks",
+        "lock the clocks (nvidia-smi -lgc) to learn the size without them",
+        invalidates=False,
+    ),
     "throttled": Code(
         "the GPU lowered its clocks for heat or power supply", "cool the machine, or lock the clocks", waivable=True
     ),

@@ -17,14 +17,23 @@ from typing import Literal
 from pydantic import ValidationError
 
 from abharness import floors, metrics, stats
-from abharness.cells import ByLaunch, Cell, CellFloor, call_cells, launch_values, unknown_energy
+from abharness.cells import (
+    CLOCKS_AGAINST_CODE,
+    CLOCKS_CODE,
+    ByLaunch,
+    Cell,
+    CellFloor,
+    call_cells,
+    launch_values,
+    unknown_energy,
+)
 from abharness.checks import check_cell, check_variants
 from abharness.diagnostics import remark
 from abharness.effects import Effect, effect_findings, effects
 from abharness.errors import RecordError
 from abharness.executed import PhaseKernels, compare_kernels
 from abharness.floors import Floor
-from abharness.gpuchecks import Condition, conditions
+from abharness.gpuchecks import Condition, conditions, higher_clocked
 from abharness.paired import Accuracy, compare_answers
 from abharness.plan import recorded_hash
 from abharness.record import Finding, Variant
@@ -319,17 +328,37 @@ def _cells(
                     samples = values.setdefault(key, {}).setdefault(name, {v: {} for v in VARIANTS})
                     samples[side.variant][launch.record.launch_index] = value
     done: dict[CellKey, tuple[Condition, ...]] = {}
+    clocked: dict[CellKey, Variant | None] = {}
     for key in values:
         by_variant = {side.variant: [launch.cells_of(key) for launch in side.launches] for side in sides}
         done[key] = conditions(by_variant)
+        clocked[key] = higher_clocked(by_variant)
         for finding in check_variants(by_variant):
             found.append(Seen(str(key), finding))
             if stands(found[-1], waivers):
                 codes[key].append(finding.code)
     unknown = unknown_energy({side.variant: side.launches for side in sides})
-    cells = call_cells(values, kinds, codes, spec, limits, unknown)
+    cells = call_cells(values, kinds, codes, spec, limits, unknown, clocked)
     cells = [replace(cell, conditions=done[cell.key]) for cell in cells]
+    cells, found = _in_spite_of_clocks(cells, found)
     return remark(cells, time_positions(sides), spec.design), found
+
+
+def _in_spite_of_clocks(cells: list[Cell], found: list[Seen]) -> tuple[list[Cell], list[Seen]]:
+    """Clocks that differ become advice where every decisive row of their cell could be called in spite of them."""
+    called = {
+        cell.key
+        for cell in cells
+        if any(row.decisive for row in cell.rows)
+        and all(CLOCKS_AGAINST_CODE in row.notes for row in cell.rows if row.decisive)
+    }
+    told = [
+        replace(item, finding=item.finding.model_copy(update={"code": CLOCKS_AGAINST_CODE, "hint": None}))
+        if item.finding.code == CLOCKS_CODE and item.where in {str(key) for key in called}
+        else item
+        for item in found
+    ]
+    return [replace(cell, codes=()) if cell.key in called else cell for cell in cells], told
 
 
 def _summary(outcome: Outcome, cells: list[Cell], accuracy: list[Accuracy], codes: tuple[str, ...]) -> str:
@@ -342,8 +371,10 @@ def _summary(outcome: Outcome, cells: list[Cell], accuracy: list[Accuracy], code
     worse = sum(row.call == "worse" for row in headline)
     parts: list[str] = []
     if headline:
-        parts.append(f"faster in {better}, slower in {worse}, no difference shown in {len(headline) - better - worse}"
-                     f" of {len(headline)} cells")  # fmt: skip
+        unjudged = sum(row.call == "no verdict" for row in headline)
+        shown = len(headline) - better - worse - unjudged
+        parts.append(f"faster in {better}, slower in {worse}, no difference shown in {shown}"
+                     f"{f', no verdict in {unjudged}' if unjudged else ''} of {len(headline)} cells")  # fmt: skip
     for item in accuracy:
         word = {"worse": "answers got worse", "better": "answers got better"}.get(item.call, "no accuracy change shown")
         parts.append(f"{word} ({len(item.changed)} of {item.num_questions} answers differ)")

@@ -91,14 +91,16 @@ def _logged(side: Side, other: Side, patterns: Sequence[str]) -> bool:
 
 
 def _ran_differently(kernels: Sequence[PhaseKernels]) -> str | None:
-    """Kernels of every launch of one variant that no launch of the other ran."""
-    parts = []
+    """Kernels of every launch of one variant that no launch of the other ran; phases that tell the same together."""
+    alike: dict[tuple[frozenset[str], ...], list[PhaseKernels]] = {}
     for phase in kernels:
         if phase.compared and phase.differs:
-            told = [
-                f"{_kernels(phase.only[variant])} only in the {variant}" for variant in VARIANTS if phase.only[variant]
-            ]
-            parts.append(f"{phase.name}: {'; '.join(told)}")
+            alike.setdefault(tuple(frozenset(phase.only[variant]) for variant in VARIANTS), []).append(phase)
+    parts = []
+    for phases in alike.values():
+        only = phases[-1].only
+        told = [f"{_kernels(only[variant])} only in the {variant}" for variant in VARIANTS if only[variant]]
+        parts.append(f"{', '.join(phase.name for phase in phases)}: {'; '.join(told)}")
     return f"executed: {' | '.join(parts)}" if parts else None
 
 

@@ -158,7 +158,7 @@ class PhaseKernels:
         unknown: By variant, why some of its launches do not; each once.
         busy_s: By variant, time of all kernels of a step together, seconds: the median over its launches.
         rows: Every kernel, longest first.
-        only: By variant, the kernels that ran in each of its launches and in none of the other's.
+        only: By variant, the kernels that ran in each of its launches and in none of the other's, longest first.
         unstable: Kernels that ran in some launches of a variant and not in others.
     """
 
@@ -213,6 +213,7 @@ def _phase(name: str, sides: Mapping[Variant, Sequence[Sequence[Executed]]]) -> 
         )
         for kernel in every
     ]
+    rows.sort(key=lambda row: -max(time or 0.0 for time in row.time_s.values()))
     busy = {
         variant: [sum(use.per_step_s or 0.0 for use in found.values()) for found in shown[variant]]
         for variant in VARIANTS
@@ -223,8 +224,11 @@ def _phase(name: str, sides: Mapping[Variant, Sequence[Sequence[Executed]]]) -> 
         launches={variant: len(shown[variant]) for variant in VARIANTS},
         unknown=unknown,
         busy_s={variant: statistics.median(part) if part else None for variant, part in busy.items()},
-        rows=tuple(sorted(rows, key=lambda row: -max(time or 0.0 for time in row.time_s.values()))),
-        only={"baseline": told.only_a, "candidate": told.only_b},
+        rows=tuple(rows),
+        only={
+            "baseline": tuple(row.name for row in rows if row.name in told.only_a),
+            "candidate": tuple(row.name for row in rows if row.name in told.only_b),
+        },
         unstable=told.unstable,
     )
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from abharness.record import AnswerRecord, TokenStep
 
 NEAR_TIE_NATS = 0.25
-"""Largest top-2 gap that rounding closes: two logits between 16 and 32, each off by one bfloat16 step of 0.125."""
+"""Largest gap that rounding closes: two logits between 16 and 32, each off by one bfloat16 step of 0.125."""
+
+RECORDED_NATS = 1e-3
+"""What a difference of two recorded log-probabilities may be off by: they are float32 sums, kept to four decimals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,8 @@ class Flip:
         token_b: The token of b there; None where b has already ended.
         gap_a: Log-probability of a's token less that of its runner-up there, nats; None when not known.
         gap_b: The same for b.
-        near_tie: Each variant's runner-up is the other's token and both gaps are at most `NEAR_TIE_NATS`; None when
-            that cannot be told.
+        near_tie: Each variant's token is a candidate of the other no further than `NEAR_TIE_NATS` from the one it chose;
+            None when that cannot be told.
         reason: Why `position` or `near_tie` is None; None when both are known.
         char_position: First differing character of `char_text`; position information only, not a token index.
         char_text: Which text that counts in.
@@ -103,8 +106,24 @@ def _near_tie(a: TokenStep | None, b: TokenStep | None) -> tuple[bool | None, st
     if gap_a is None or gap_b is None:
         lacking = " and ".join(name for name, gap in (("a", gap_a), ("b", gap_b)) if gap is None)
         return None, f"no top-2 log-probabilities at this token in {lacking}"
-    swapped = a.runner_up == b.token and b.runner_up == a.token
-    return swapped and abs(gap_a) <= NEAR_TIE_NATS and abs(gap_b) <= NEAR_TIE_NATS, None
+    both = (_within(a, b.token), _within(b, a.token))
+    if False in both:
+        return False, None
+    if None in both:
+        return None, "more than two tokens tie here, and the record keeps only the runner-up"
+    return True, None
+
+
+def _within(step: TokenStep, token: str) -> bool | None:
+    """Whether a token is a near-tie of the chosen one; None where the record does not say."""
+    assert step.logprob is not None
+    assert step.runner_up_logprob is not None
+    value = step.runner_up_logprob if token == step.runner_up else (step.close or {}).get(token)
+    if value is not None:
+        return abs(step.logprob - value) <= NEAR_TIE_NATS + RECORDED_NATS
+    # Another candidate than the runner-up is at most as probable as that one.
+    beyond = step.logprob - step.runner_up_logprob > NEAR_TIE_NATS + RECORDED_NATS
+    return False if beyond or step.close is not None else None
 
 
 def _gap(step: TokenStep | None) -> float | None:

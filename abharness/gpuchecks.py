@@ -7,7 +7,7 @@ which is neither 0 nor equal; `unknown_of_gpus` names what could therefore not b
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from abharness.record import CellRecord, Finding, Variant
@@ -142,17 +142,11 @@ def check_clocks(cells: Launches) -> Finding | None:
     A launch's value is the median over its repeats of the window's median, a variant's the median over its launches;
     each GPU is compared with itself.
     """
-    told = []
-    for uuid in dict.fromkeys(gpu.uuid for part in cells.values() for launch in part for gpu in _working(launch)):
-        for name, field, tolerance in (
-            ("SM clock", "sm_clock_mhz", SM_CLOCK_TOLERANCE),
-            ("memory clock", "mem_clock_mhz", MEM_CLOCK_TOLERANCE),
-        ):
-            medians = {variant: _over_launches(part, uuid, field) for variant, part in cells.items()}
-            known = [value for value in medians.values() if value is not None]
-            if len(known) == len(medians) and max(known) > min(known) * (1 + tolerance):
-                shown = ", ".join(f"{variant} {value:.0f} MHz" for variant, value in medians.items())
-                told.append(f"{name} of {uuid}: {shown} (tolerance {tolerance:.0%})")
+    told = [
+        f"{name} of {uuid}: {', '.join(f'{variant} {value:.0f} MHz' for variant, value in medians.items())} "
+        f"(tolerance {tolerance:.0%})"
+        for uuid, name, tolerance, medians in _differing_clocks(cells)
+    ]
     if not told:
         return None
     return Finding(
@@ -160,6 +154,31 @@ def check_clocks(cells: Launches) -> Finding | None:
         message="; ".join(told),
         hint="lock the clocks where both variants hold them (nvidia-smi -lgc and -lmc), or raise the power limit",
     )
+
+
+def higher_clocked(cells: Launches) -> Variant | None:
+    """The variant whose clocks are the higher ones wherever those of one cell differ.
+
+    Nothing runs slower for a higher clock: where this variant is the slower one all the same, the clocks are not why.
+
+    Returns:
+        None where no clocks differ, or each variant has the higher one somewhere.
+    """
+    leads = {max(medians, key=medians.__getitem__) for _, _, _, medians in _differing_clocks(cells)}
+    return leads.pop() if len(leads) == 1 else None
+
+
+def _differing_clocks(cells: Launches) -> Iterator[tuple[str, str, float, dict[Variant, float]]]:
+    """Clocks beyond their tolerance: GPU, name of the clock, tolerance, MHz by variant."""
+    for uuid in dict.fromkeys(gpu.uuid for part in cells.values() for launch in part for gpu in _working(launch)):
+        for name, field, tolerance in (
+            ("SM clock", "sm_clock_mhz", SM_CLOCK_TOLERANCE),
+            ("memory clock", "mem_clock_mhz", MEM_CLOCK_TOLERANCE),
+        ):
+            medians = {variant: _over_launches(part, uuid, field) for variant, part in cells.items()}
+            known = {variant: value for variant, value in medians.items() if value is not None}
+            if len(known) == len(medians) and max(known.values()) > min(known.values()) * (1 + tolerance):
+                yield uuid, name, tolerance, known
 
 
 def check_power_cap(cells: Launches) -> Finding | None:

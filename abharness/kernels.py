@@ -243,10 +243,14 @@ def shorten(name: str) -> str:
         return name
     text = name.replace("(anonymous namespace)", "{anonymous}")
     kept: list[str] = []
-    depth = 0
+    depth = brackets = 0
     for place, character in enumerate(text):
         before = "".join(kept[-8:])
-        if character == "<" and not before.endswith("operator"):
+        if depth and character in "()":
+            brackets += 1 if character == "(" else -1
+        elif brackets:
+            pass  # a comparison inside template arguments stands in brackets: ((8)>(0))
+        elif character == "<" and not before.endswith("operator"):
             depth += 1
         elif character == ">" and depth and text[place - 1] != "-":
             depth -= 1

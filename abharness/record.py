@@ -195,20 +195,29 @@ class RequestLine(Model):
     request: RequestRecord
 
 
+CLOSE_NATS = 0.5
+"""Candidates no further from the chosen token are kept: logits in steps of 0.125 (bfloat16) often tie three or four."""
+
+
 class TokenStep(Model):
-    """One generated token with the runner-up at its position, for explaining a flip.
+    """One generated token with the other candidates at its position, for explaining a flip.
+
+    Log-probabilities are in nats, to four decimals: rounding in bfloat16 moves them by a thousand times as much.
 
     Attributes:
         token: The chosen token's text (`bytes:` escaped where it is no valid UTF-8).
-        logprob: Its log-probability, nats.
+        logprob: Its log-probability.
         runner_up: The most probable other token's text, or None when not sent.
-        runner_up_logprob: Its log-probability, nats.
+        runner_up_logprob: Its log-probability.
+        close: Further candidates within `CLOSE_NATS` of the chosen token, as far as the server sent them; None in
+            records that did not keep them.
     """
 
     token: str
     logprob: float | None = None
     runner_up: str | None = None
     runner_up_logprob: float | None = None
+    close: dict[str, float] | None = None
 
 
 class Extraction(Model):

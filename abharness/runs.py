@@ -29,7 +29,7 @@ from abharness.record import (
     Variant,
 )
 from abharness.samples import by_gpu, read_samples, summarise
-from abharness.storage import read_json, read_lines, read_model
+from abharness.storage import packed, read_json, read_lines, read_model
 from abharness.trace import read_kernels
 
 RUN_FILE = "experiment.json"
@@ -165,13 +165,13 @@ def read_launch(path: Path) -> Launch:
     requests: dict[tuple[CellKey, int], list[RequestRecord]] = defaultdict(list)
     answers: dict[str, list[AnswerRecord]] = defaultdict(list)
     warnings: list[str] = []
-    if (path / REQUESTS_FILE).exists():
+    if _is_there(path / REQUESTS_FILE):
         lines, dropped = read_lines(path / REQUESTS_FILE, RequestLine)
         warnings += dropped
         for line in lines:
             requests[CellKey.of(line), line.repeat].append(line.request)
     record = _with_samples(path, record, requests)
-    if (path / ANSWERS_FILE).exists():
+    if _is_there(path / ANSWERS_FILE):
         replies, dropped = read_lines(path / ANSWERS_FILE, AnswerRecord)
         warnings += dropped
         changed = 0
@@ -191,6 +191,10 @@ def read_launch(path: Path) -> Launch:
     info = read_json(info_file) if info_file.exists() else None
     executed = read_executed(path, record.traces, evidence)
     return Launch(path, record, evidence, dict(requests), dict(answers), info, tuple(warnings), executed)
+
+
+def _is_there(lines: Path) -> bool:
+    return lines.exists() or packed(lines).exists()
 
 
 def read_executed(path: Path, phases: Sequence[TracedPhase], evidence: Evidence) -> tuple[Executed, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,8 +133,13 @@ def read_model(path: Path, kind: type[M]) -> M:
         raise RecordError(f"{path}: {where}: {first['msg']} ({error.error_count()} problem(s) in all)") from error
 
 
+def packed(path: Path) -> Path:
+    """The gzip of a file of lines, as a published record may hold it."""
+    return path.with_name(f"{path.name}.gz")
+
+
 def read_lines(path: Path, kind: type[M]) -> tuple[list[M], list[str]]:
-    """Read JSON lines, keeping every whole line.
+    """Read JSON lines, keeping every whole line; where there is no such file, its gzip (`NAME.gz`), as published.
 
     Returns:
         The records, and one warning for each line that was dropped (a half-written last line, damage).
@@ -141,8 +148,8 @@ def read_lines(path: Path, kind: type[M]) -> tuple[list[M], list[str]]:
         RecordError: The file cannot be opened.
     """
     try:
-        raw = path.read_bytes()
-    except OSError as error:
+        raw = path.read_bytes() if path.exists() else gzip.decompress(packed(path).read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
         raise RecordError(f"{path}: {error}") from error
     records: list[M] = []
     warnings: list[str] = []

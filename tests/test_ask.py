@@ -119,25 +119,25 @@ def test_chat_logprobs_give_the_best_other_token():
         (reply,) = put(server, [[{"role": "user", "content": "Q"}]], logprobs=5)
     assert (server.requests[0][1]["logprobs"], server.requests[0][1]["top_logprobs"]) == (True, 5)
     assert reply.tokens == [
-        TokenStep(token=" 4", logprob=-0.1, runner_up=" 6", runner_up_logprob=-2.4),
-        TokenStep(token="bytes:\\xe2\\x80", logprob=-0.5, runner_up="bytes:\\xc3", runner_up_logprob=-0.9),
-        TokenStep(token="x", logprob=-9999.0),
+        TokenStep(token=" 4", logprob=-0.1, runner_up=" 6", runner_up_logprob=-2.4, close={}),
+        TokenStep(token="bytes:\\xe2\\x80", logprob=-0.5, runner_up="bytes:\\xc3", runner_up_logprob=-0.9, close={}),
+        TokenStep(token="x", logprob=-9999.0, close={}),
     ]
 
 
 def test_completion_logprobs_give_the_best_other_token():
     logprobs = {
         "tokens": ["a", "b"],
-        "token_logprobs": [-0.1, None],
-        "top_logprobs": [{"a": -0.1, "c": -3.0, "d": -2.0}, None],
+        "token_logprobs": [-0.123456, None],
+        "top_logprobs": [{"a": -0.123456, "c": -3.0, "d": -0.2, "e": -0.6}, None],
     }
     answer = completion("ab", logprobs=logprobs)
     with ScriptedServer(lambda path, body: answer) as server:
         (reply,) = put(server, ["Q"], logprobs=3)
     assert server.requests[0][1]["logprobs"] == 3
     assert reply.tokens == [
-        TokenStep(token="a", logprob=-0.1, runner_up="d", runner_up_logprob=-2.0),
-        TokenStep(token="b"),
+        TokenStep(token="a", logprob=-0.1235, runner_up="d", runner_up_logprob=-0.2, close={"e": -0.6}),
+        TokenStep(token="b", close={}),
     ]
 
 

@@ -42,14 +42,32 @@ def test_a_near_tie_is_recognised() -> None:
     [
         (("18", -0.1, "19", -0.1 - NEAR_TIE_NATS - 0.01), ("19", -0.70, "18", -0.71)),
         (("18", -0.70, "19", -0.71), ("19", -0.1, "18", -3.0)),
-        (("18", -0.70, "17", -0.71), ("19", -0.70, "18", -0.71)),
-        (("18", -0.70, "19", -0.71), ("19", -0.70, "17", -0.71)),
+        (("18", -0.70, "17", -1.0), ("19", -0.70, "18", -0.71)),
+        (("18", -0.70, "19", -0.71), ("19", -0.70, "17", -1.0)),
         (("18", -3.0, "19", -0.1), ("19", -0.70, "18", -0.71)),
     ],
 )
-def test_a_clear_gap_or_a_third_candidate_is_no_near_tie(step_a: Step, step_b: Step) -> None:
+def test_a_clear_gap_is_no_near_tie(step_a: Step, step_b: Step) -> None:
     flip = explain_flip(make("#### 18", [SURE, step_a]), make("#### 19", [SURE, step_b]))
     assert (flip.position, flip.near_tie, flip.reason) == (1, False, None)
+
+
+@pytest.mark.parametrize(
+    ("close", "near_tie"), [({"19": -0.9}, True), ({"19": -1.1}, False), ({}, False), (None, None)]
+)
+def test_three_tokens_may_tie(close: dict[str, float] | None, near_tie: bool | None) -> None:
+    """The runner-up of a is a third token: whether b's was as close is known only where such candidates were kept."""
+    a, b = make("#### 18", [("18", -0.70, "17", -0.71)]), make("#### 19", [("19", -0.70, "18", -0.71)])
+    assert a.tokens is not None
+    a = a.model_copy(update={"tokens": [a.tokens[0].model_copy(update={"close": close})]})
+    flip = explain_flip(a, b)
+    assert flip.near_tie is near_tie
+    assert ("keeps only the runner-up" in (flip.reason or "")) is (near_tie is None)
+
+
+def test_a_gap_of_two_rounding_steps_is_near_in_float32_too() -> None:
+    a = make("#### 18", [("18", -0.7001, "19", -0.9502)])
+    assert explain_flip(a, make("#### 19", [("19", -0.70, "18", -0.95)])).near_tie is True
 
 
 def test_an_equal_answer_by_another_way_is_a_changed_text_only() -> None:

@@ -111,6 +111,8 @@ def test_a_side_without_launches_tells_nothing() -> None:
     ("ncclDevKernel_AllReduce(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_AllReduce"),
     ("void thrust::operator<<int>(int)", "thrust::operator<"),
     ("void f<decltype(a->b)>(int)", "f"),
+    ("std::enable_if<(((8)>(0)))&&vllm::_typeConvert<c10::BFloat16>::exists, void>::type vllm::norm<c10::BFloat16, 8>(int)",
+     "vllm::norm"),
     ("void foo::operator()<int>(int)", "foo::operator()"),
     ("triton_poi_fused_mul_silu_slice_1", "triton_poi_fused_mul_silu_slice_1"),
     ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD (Pinned -> Device)"),

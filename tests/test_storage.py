@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import math
 import subprocess
@@ -105,3 +106,17 @@ def test_a_missing_file_is_a_record_error(tmp_path: Path) -> None:
         read_model(tmp_path / "no.json", Evidence)
     with pytest.raises(RecordError, match=r"no\.jsonl"):
         read_lines(tmp_path / "no.jsonl", Finding)
+
+
+def test_lines_that_were_packed_for_publishing_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    load = ClientLoad(cpu_share=0.1, loop_lag_p50_s=0.0, loop_lag_p99_s=0.0, chunks_per_s=1.0)
+    append_lines(path, [load, load])
+    plain = path.read_bytes()
+    packed = tmp_path / "requests.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain))
+    path.unlink()
+    assert read_lines(path, ClientLoad) == ([load, load], [])
+    packed.write_bytes(gzip.compress(plain)[:-9])
+    with pytest.raises(RecordError, match=r"requests\.jsonl"):
+        read_lines(path, ClientLoad)
