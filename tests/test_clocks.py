@@ -356,3 +356,36 @@ def test_one_launch_at_another_clock_does_not_move_the_median_of_four(tmp_path: 
     write_run(tmp_path / "s", {"baseline": [Made(gpus=[gpu()])] * 4, "candidate": [odd[0], odd[0], odd[0], odd[1]]})
     assert main(["compare", str(tmp_path / "s")]) == 3
     assert "candidate 1200 MHz" in capsys.readouterr().out
+
+
+# SM clocks of the candidate (the baseline's is 1980 MHz) and its speed (the baseline's is 100), the exit code, the calls of
+# its decisive rows, whether `clocks_differ` stands.
+AGAINST: dict[str, tuple[dict[str, float], float, int, str, bool]] = {
+    "faster at lower clocks": ({"sm_clock_mhz": 1700}, 120, 0, "better", False),
+    "slower at lower clocks": ({"sm_clock_mhz": 1700}, 80, 3, "no verdict", True),
+    "slower at higher clocks": ({"sm_clock_mhz": 2100}, 80, 1, "worse", False),
+    "faster at higher clocks": ({"sm_clock_mhz": 2100}, 120, 3, "no verdict", True),
+    "no difference shown at lower clocks": ({"sm_clock_mhz": 1700}, 100, 3, "no verdict", True),
+    "faster, one clock lower and one higher": ({"sm_clock_mhz": 1700, "mem_clock_mhz": 3300}, 120, 3, "no verdict", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", AGAINST)
+def test_a_call_stands_where_the_clocks_speak_against_it(case: str, tmp_path: Path, capsys: Any) -> None:
+    """Nothing runs slower for a higher clock: the clocks explain a difference in one direction only."""
+    clocks, speed, code, call, stands = AGAINST[case]
+    spread = (0.999, 1.0, 1.0, 1.001)
+    launches = {
+        "baseline": [Made(speed=100 * one, gpus=[gpu()]) for one in spread],
+        "candidate": [Made(speed=speed * one, gpus=[gpu(**clocks)]) for one in spread],
+    }
+    write_run(tmp_path / "r", launches)  # type: ignore[arg-type]
+    assert main(["compare", str(tmp_path / "r"), "--format", "json"]) == code
+    found = json.loads(capsys.readouterr().out)["comparisons"][0]
+    rows = {row["metric"]["name"]: row for cell in found["cells"] for row in cell["rows"]}
+    assert {row["call"] for row in rows.values() if row["decisive"]} == {call}
+    assert found["codes"] == (["clocks_differ"] if stands else [])
+    told = [item["finding"]["code"] for item in found["advice"]]
+    assert ("clocks_against" in told) is not stands
+    # Energy goes with the clocks in either direction.
+    assert {row["call"] for name, row in rows.items() if "energy" in name} <= {"no verdict"}
