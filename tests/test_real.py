@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from abharness.cli import main
+from abharness.kernels import uses
 from abharness.record import AnswerRecord, Evidence, LaunchRecord, RequestLine
 from abharness.storage import read_lines, read_model
+from abharness.trace import read_kernels
 from tests.test_run import leftovers
 
 ROOT = Path(__file__).parent.parent
@@ -32,6 +34,8 @@ SHORTER = {
     "workloads.gsm8k.num_questions": 2,
     "workloads.gsm8k.max_concurrency": 2,
     "workloads.gsm8k.max_tokens": 48,
+    "trace": "{decode: [2], prefill: [96], steps: 2}",
+    "verify": "{expect_kernels: {baseline: {phases: {decode: {require: [cpu_attention], forbid: [flash]}}}}}",
 }
 
 
@@ -89,6 +93,24 @@ def test_a_launch_of_real_vllm_is_proven_exact_and_fresh(results: Path, label: s
 
 
 @pytest.mark.real
+@pytest.mark.parametrize("label", ["0-baseline", "1-candidate"])
+def test_the_trace_of_real_vllm_shows_its_operators_step_by_step(results: Path, label: str) -> None:
+    folder = results / "launches" / label
+    record = read_model(folder / "launch.json", LaunchRecord)
+    assert [(phase.name, phase.absent, len(phase.files)) for phase in record.traces] == [
+        ("decode[2]", None, 1),
+        ("prefill[96]", None, 1),
+    ]
+    decode, prefill = (read_kernels(folder / phase.files[0]) for phase in record.traces)
+    assert (decode.problem, decode.unsegmented, decode.on_device) == (None, None, False)
+    assert sum(step.generation_requests == 2 and step.phase == "decode" for step in decode.steps) >= 2
+    assert {step.context_tokens for step in prefill.steps if step.phase == "prefill"} == {96}
+    # One call a layer and step: the model has 30.
+    (attention,) = (use for name, use in uses(prefill, "prefill").items() if "cpu_attention" in name)
+    assert attention.per_step == 30
+
+
+@pytest.mark.real
 def test_both_variants_were_given_the_same_work(results: Path) -> None:
     hashes = []
     for label in ("0-baseline", "1-candidate"):
@@ -105,6 +127,8 @@ def test_the_real_run_compares_again_from_its_records(results: Path, capsys: pyt
     out = capsys.readouterr().out
     assert 'switch OMP_NUM_THREADS: "1" -> "2"' in out
     assert "one launch a variant shows no spread" in out
+    # Another number of threads runs the same operators: the trace says that, and proves no effect.
+    assert out.count("the same kernels ran in both") >= 2
 
 
 @pytest.mark.real
