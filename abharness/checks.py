@@ -27,6 +27,9 @@ PREFIX_HIT_LIMIT = 0.01
 TRUNCATION_LIMIT = 0.05
 """Share of truncated answers above which accuracy is doubtful: that many points of exact_match are unknown."""
 
+OTHER_CPUS_LIMIT = 0.5
+"""CPUs that others may use: one that is busy half of the time takes cache, memory bandwidth and clock of all."""
+
 ROUNDING_S = 1e-6
 """Times of one monotonic clock that differ by less are equal."""
 
@@ -52,6 +55,7 @@ def check_cell(cell: CellRecord, requests: Sequence[RequestRecord]) -> list[Find
         _check_prefix_cache(requests, cell.counters),
         *(check_totals(requests, cell.counters, "requests") if unlike is None else ()),
         _check_compilation(cell),
+        _check_host(cell),
         *check_gpus(cell),
         _not_checked([*unknown_counters(cell.counters), *_unknown_of_compilation(cell), *unknown_of_gpus(cell)]),
     ]
@@ -274,6 +278,20 @@ def _check_compilation(cell: CellRecord) -> Finding | None:
         code="jit_in_window",
         message=f"compiled while it was measured: {'; '.join(parts)}",
         hint="raise num_warmups (0 is none); if it stays, warm up the shape that the line names in a workload before it",
+    )
+
+
+def _check_host(cell: CellRecord) -> Finding | None:
+    host = cell.host
+    if host is None or max(host.other_cpus, host.stolen_cpus) <= OTHER_CPUS_LIMIT:
+        return None
+    told = [f"other processes used {host.other_cpus:.1f}"] if host.other_cpus > OTHER_CPUS_LIMIT else []
+    if host.stolen_cpus > OTHER_CPUS_LIMIT:
+        told.append(f"the hypervisor gave others {host.stolen_cpus:.1f}")
+    return Finding(
+        code="host_busy",
+        message=f"{' and '.join(told)} of {host.cpus} CPUs meanwhile (told from {OTHER_CPUS_LIMIT})",
+        hint="let nothing else run: a server that its CPU holds back is slowed by its neighbours",
     )
 
 

@@ -139,6 +139,11 @@ CODES: dict[str, Code] = {
     "power_capped": Code(
         "the power limit held one variant back more than the other", "compare their power and clocks", invalidates=False
     ),
+    "host_busy": Code(
+        "something else used the machine's CPUs while a cell was measured",
+        "let nothing else run on the machine",
+        invalidates=False,
+    ),
     "preempted": Code(
         "the server ran out of KV cache and computed requests again",
         "give it more KV cache (--gpu-memory-utilization, --max-model-len), or lower max_concurrency",

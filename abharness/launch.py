@@ -174,6 +174,7 @@ class LaunchExecution:
             self.planned,
             self.folder,
             sampler=self.sampler,
+            tree=lambda: [pid for pid, _ in vllm.known()],
             alive=lambda: self._alive(vllm),
             enter=self._enter,
         )

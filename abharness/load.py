@@ -66,6 +66,7 @@ class Load:
         folder: Path,
         *,
         sampler: Sampler,
+        tree: Callable[[], Sequence[int]],
         alive: Callable[[], str | None],
         enter: Callable[[str], None],
     ) -> None:
@@ -76,6 +77,7 @@ class Load:
             planned: The launch.
             folder: Its folder.
             sampler: Samples its GPUs.
+            tree: Ids of the server's processes.
             alive: Why the load cannot go on, or None; returns at once.
             enter: Told the name of each phase that begins.
         """
@@ -86,6 +88,7 @@ class Load:
         self.cells: list[CellRecord] = []
         self.accuracy: list[AccuracyRun] = []
         self._sampler = sampler
+        self._tree = tree
         self._alive = alive
         self._enter = enter
         self._ordinal = 0
@@ -183,7 +186,9 @@ class Load:
         for repeat in range(shape.repeats):
             self._enter(shape.label if shape.repeats == 1 else f"{shape.label} repeat {repeat + 1}/{shape.repeats}")
             sent = self.next_prompts(shape, shape.num_prompts, f"repeat {repeat}", shape.input_len)
-            watch = WindowWatch(self.base_url, self.folder / LOG_FILE, self.planned.cache_dirs, self._sampler)
+            watch = WindowWatch(
+                self.base_url, self.folder / LOG_FILE, self.planned.cache_dirs, self._sampler, self._tree
+            )
             try:
                 traffic = self.drive(shape, sent, shape.output_len)
             except (loadgen.CellFailed, loadgen.CellInterrupted) as cut:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from abharness import endpoints
 from abharness.compilation import Watch
+from abharness.hostload import HostWatch
 from abharness.metrics import steady_window
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from abharness.record import RequestRecord, ServerCounters
@@ -44,7 +45,23 @@ class CounterWatch:
 class WindowWatch:
     """Everything that is seen around a measured window; begins when it is made."""
 
-    def __init__(self, base_url: str, log_path: Path, cache_dirs: Mapping[str, Path], sampler: Sampler) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        log_path: Path,
+        cache_dirs: Mapping[str, Path],
+        sampler: Sampler,
+        tree: Callable[[], Sequence[int]],
+    ) -> None:
+        """Begin.
+
+        Args:
+            base_url: The server's root.
+            log_path: Its log.
+            cache_dirs: Its compile caches, by variable.
+            sampler: Samples its GPUs.
+            tree: Ids of its processes.
+        """
         self._sampler = sampler
         self._counters = CounterWatch(base_url)
         self._compilation = Watch(log_path, cache_dirs)
@@ -52,6 +69,7 @@ class WindowWatch:
         # Collected and set aside now, there is nothing left for it to go through.
         gc.collect()
         gc.freeze()
+        self._host = HostWatch(tree)
         sampler.look_now()
 
     def ended(
@@ -66,11 +84,13 @@ class WindowWatch:
             max_concurrency: Requests that were to be kept in flight.
         """
         self._sampler.look_now()
+        host = self._host.ended()
         compilation = self._compilation.ended()
         gpus = self._sampler.windows(started_s, ended_s)
         steady = steady_window(requests, max_concurrency)
         return {
             "compilation": compilation,
+            "host": host,
             "gpus": gpus,
             "gpus_steady": self._sampler.windows(steady.start_s, steady.end_s) if steady else None,
             "gpus_absent": self._sampler.absent if gpus is None else None,

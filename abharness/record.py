@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from abharness.base import Model
-from abharness.windows import Compilation, GpuWindow, Sampling
+from abharness.windows import Compilation, GpuWindow, HostLoad, Sampling
 from abharness.witnesses import CacheEvidence, GpuHolder, ProbeReport, ProcessWitness
 
 SCHEMA_VERSION = 1
@@ -133,6 +133,7 @@ class CellRecord(Model):
         gpus_steady: The same over the steady window alone (`metrics.steady_window`), or None where there was none.
         gpus_absent: Why no GPU was sampled; None too in records from before there was sampling.
         compilation: What was compiled meanwhile; None in records from before that was looked at.
+        host: What else the CPUs did meanwhile; None likewise.
         findings: What the checks of this cell saw.
     """
 
@@ -151,6 +152,7 @@ class CellRecord(Model):
     gpus_steady: list[GpuWindow] | None = None
     gpus_absent: str | None = None
     compilation: Compilation | None = None
+    host: HostLoad | None = None
     findings: list[Finding] = []
 
 

@@ -116,6 +116,20 @@ class Sampling(Model):
     idle_ended_s: float | None = None
 
 
+class HostLoad(Model):
+    """What else the machine's CPUs did while a cell was measured.
+
+    Attributes:
+        cpus: Logical CPUs of the machine.
+        other_cpus: CPU seconds a second of everything but the server's tree and the client.
+        stolen_cpus: CPU seconds a second that a hypervisor gave to others.
+    """
+
+    cpus: int
+    other_cpus: float
+    stolen_cpus: float
+
+
 class Compilation(Model):
     """What was compiled while a cell was measured, by two witnesses: the server's log, and its own compile caches.
 

@@ -31,7 +31,7 @@ from abharness.record import (
 from abharness.spec import ExperimentSpec
 from abharness.specload import parse_spec
 from abharness.storage import append_lines, write_model
-from abharness.windows import Compilation, GpuWindow
+from abharness.windows import Compilation, GpuWindow, HostLoad
 from abharness.witnesses import LoadedModule, ProbeReport, ProcessWitness
 
 SPEC = """\
@@ -64,6 +64,7 @@ class Made:
     counters: ServerCounters | Literal["exact"] | None = "exact"
     answer_counters: ServerCounters | Literal["exact"] | None = "exact"
     compilation: Compilation | None = field(default_factory=Compilation)
+    host: HostLoad | None = None
     gpus: Sequence[GpuWindow] | None = None
     gpus_steady: Sequence[GpuWindow] | None = None
     client: Mapping[str, float] = field(default_factory=dict)
@@ -133,6 +134,7 @@ def write_launch(run: Path, wanted: ExperimentSpec, index: int, variant: Variant
         ),
         counters=_counted(requests) if made.counters == "exact" else made.counters,
         compilation=made.compilation,
+        host=made.host,
         gpus=None if made.gpus is None else list(made.gpus),
         gpus_steady=None if made.gpus_steady is None else list(made.gpus_steady),
         gpus_absent="no GPU" if made.gpus is None else None,

@@ -97,6 +97,7 @@ def test_every_launch_is_complete_verified_and_exact(good: Path) -> None:
     assert [record.variant for record in records] == ["baseline", "candidate"]
     for record in records:
         assert (record.status, record.error) == ("completed", None)
+        assert all(cell.host is not None for cell in record.cells)
         folder = run_dir(good) / "launches" / f"{record.launch_index}-{record.variant}"
         evidence = read_model(folder / "evidence.json", Evidence)
         assert [check.when for check in evidence.environment] == ["before_load", "after_load"]
