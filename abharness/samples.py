@@ -7,9 +7,7 @@ null in every row. Parquet's library is imported only where a file is written or
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import tempfile
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass, fields
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from abharness import energy
+from abharness.atomic import replacing
 from abharness.errors import RecordError
 from abharness.windows import GpuWindow, Sampling
 
@@ -78,17 +77,8 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     names = ["t_s", "uuid", *(field.name for field in fields(Reading))]
     schema = pyarrow.schema([(name, types.get(name, number)) for name in names])
     columns = {name: [getattr(sample, name) for sample in samples] for name in names}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            pyarrow.parquet.write_table(pyarrow.table(columns, schema=schema), out, compression="zstd")
-            out.flush()
-            os.fsync(out.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as out:
+        pyarrow.parquet.write_table(pyarrow.table(columns, schema=schema), out, compression="zstd")
 
 
 def read_samples(path: Path) -> list[Sample]:

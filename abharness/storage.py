@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from abharness.atomic import replacing
 from abharness.base import Model
 from abharness.errors import RecordError
 from abharness.record import SCHEMA_VERSION
@@ -23,26 +22,14 @@ LARGEST_NUMBER = 1e15
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write a file whole or not at all: temporary file beside it, fsync, rename.
+    """Write a text file whole or not at all.
 
     Raises:
         OSError: With the path in it; an existing file is untouched.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        # Half a surrogate pair, as a server may send it, is escaped: a report is not lost for one character.
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)
-        raise
+    # Half a surrogate pair, as a server may send it, is escaped: a report is not lost for one character.
+    with replacing(path) as out:
+        out.write(text.encode("utf-8", errors="backslashreplace"))
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -6,13 +6,12 @@ What a file is, its first bytes say, never its name. Parquet's library is import
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from array import array
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from abharness.atomic import replacing
 from abharness.errors import RecordError, TraceError
 from abharness.kineto import read_kineto
 from abharness.nsys import SQLITE_MAGIC, read_nsys
@@ -89,24 +88,15 @@ def write_kernels(path: Path, trace: Trace) -> None:
         "steps": [asdict(step) for step in trace.steps],
     }
     table = pyarrow.table(columns).replace_schema_metadata({_HEAD: json.dumps(head, allow_nan=False)})
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            # Thousands of times in order differ by little: as differences they take a third of the room.
-            pyarrow.parquet.write_table(
-                table,
-                out,
-                compression="zstd",
-                use_dictionary=["name", "kind"],
-                column_encoding=dict.fromkeys((*(f"{name}_ns" for name in _TIMES), *_NULLABLE), "DELTA_BINARY_PACKED"),
-            )
-            out.flush()
-            os.fsync(out.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as out:
+        # Thousands of times in order differ by little: as differences they take a third of the room.
+        pyarrow.parquet.write_table(
+            table,
+            out,
+            compression="zstd",
+            use_dictionary=["name", "kind"],
+            column_encoding=dict.fromkeys((*(f"{name}_ns" for name in _TIMES), *_NULLABLE), "DELTA_BINARY_PACKED"),
+        )
 
 
 def _nanoseconds(times_s: array[float]) -> list[int]:
