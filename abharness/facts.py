@@ -83,7 +83,7 @@ def config_facts(launch: Launch) -> dict[str, str]:
     facts = {
         f"config.{key}": place(_text(value))
         for key, value in _flat(info.get("vllm_config") or {})
-        if not PER_LAUNCH_CONFIG.search(key) and not key.startswith("profiler_config.")
+        if not PER_LAUNCH_CONFIG.search(key) and not key.startswith("profiler_config")
     }
     own = {*CACHE_VARIABLES, *OWNED_VARIABLES}
     for name, value in (info.get("vllm_env") or {}).items():

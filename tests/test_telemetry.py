@@ -178,6 +178,30 @@ except GpuError as error:
     assert "'instant'" in done.stdout
 
 
+@pytest.mark.parametrize(("lacks", "asked"), [([], [[186, 83]]), (["energy_field"], [[186, 83], [186], [186]])])
+def test_power_and_energy_are_one_question_where_the_device_can_answer_it(
+    lacks: list[str], asked: list[list[int]]
+) -> None:
+    """Each question takes a device milliseconds; one without the field is asked apart from then on."""
+    code = """
+import json
+import pynvml
+from abharness.telemetry import open_gpu
+gpu = open_gpu({})
+first = gpu.read("GPU-aaaa")
+asked, real = [], pynvml.nvmlDeviceGetFieldValues
+pynvml.nvmlDeviceGetFieldValues = lambda handle, fields: asked.append(fields) or real(handle, fields)
+second = gpu.read("GPU-aaaa")
+if len(asked) > 1:
+    gpu.read("GPU-aaaa")
+print(json.dumps([asked, second.power_w, second.energy_j >= first.energy_j > 0, gpu.missing()]))
+"""
+    faults = json.dumps({"not_supported": lacks})
+    env = {"PYTHONPATH": f"{FAKE_NVML}:{ROOT}", "FAKE_NVML": json.dumps(TWO[:1]), "FAKE_NVML_FAULTS": faults}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [asked, 70.0, True, {}]
+
+
 def test_f1_a_device_without_a_counter_says_so_and_is_not_zero() -> None:
     seen = look({}, TWO[:1], faults={"not_supported": ["energy_j"]})
     assert seen["first"] == [None]

@@ -29,10 +29,12 @@ from typing import Any
 NVML_CLOCK_SM = 1
 NVML_CLOCK_MEM = 2
 NVML_TEMPERATURE_GPU = 0
+NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION = 83
 NVML_FI_DEV_POWER_AVERAGE = 185
 NVML_FI_DEV_POWER_INSTANT = 186
 NVML_DEVICE_MIG_DISABLE = 0
 NVML_DEVICE_MIG_ENABLE = 1
+UNSIGNED_LONG_LONG = 3
 UNSIGNED_INT = 1
 NOT_SUPPORTED = 3
 
@@ -200,14 +202,24 @@ def nvmlDeviceGetTotalEnergyConsumption(handle: dict[str, Any]) -> int:  # noqa:
 def nvmlDeviceGetFieldValues(handle: dict[str, Any], fields: list[int]) -> list[SimpleNamespace]:  # noqa: N802
     if faults().get("no_fields"):
         raise NVMLError_FunctionNotFound("Function Not Found")
-    names = {NVML_FI_DEV_POWER_AVERAGE: "power_average", NVML_FI_DEV_POWER_INSTANT: "power_instant"}
-    found = []
-    for field in fields:
-        lacks = names[field] in faults().get("not_supported", [])
-        milliwatts = SimpleNamespace(uiVal=int(value(handle, "power_w") * 1000))
-        status = NOT_SUPPORTED if lacks else 0
-        found.append(SimpleNamespace(nvmlReturn=status, valueType=UNSIGNED_INT, value=milliwatts))
-    return found
+    return [field_value(handle, field) for field in fields]
+
+
+def field_value(handle: dict[str, Any], field: int) -> SimpleNamespace:
+    """One field as NVML answers it: a status of its own, and a union."""
+    if field == NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION:
+        try:
+            if "energy_field" in faults().get("not_supported", []):
+                raise NVMLError_NotSupported("Not Supported")
+            millijoules = nvmlDeviceGetTotalEnergyConsumption(handle)
+        except NVMLError_NotSupported:
+            return SimpleNamespace(nvmlReturn=NOT_SUPPORTED, valueType=UNSIGNED_LONG_LONG, value=None)
+        value_of = SimpleNamespace(ullVal=millijoules)
+        return SimpleNamespace(nvmlReturn=0, valueType=UNSIGNED_LONG_LONG, value=value_of)
+    name = {NVML_FI_DEV_POWER_AVERAGE: "power_average", NVML_FI_DEV_POWER_INSTANT: "power_instant"}[field]
+    status = NOT_SUPPORTED if name in faults().get("not_supported", []) else 0
+    milliwatts = SimpleNamespace(uiVal=int(value(handle, "power_w") * 1000))
+    return SimpleNamespace(nvmlReturn=status, valueType=UNSIGNED_INT, value=milliwatts)
 
 
 def nvmlDeviceGetEnforcedPowerLimit(handle: dict[str, Any]) -> int:  # noqa: N802
