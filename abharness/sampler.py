@@ -48,8 +48,8 @@ CALIBRATION_POLL_S = 0.003
 LEAST_GAPS = 2
 """Gaps between steps of the counter from which a period is told."""
 
-IDLE_S = 2.0
-"""Time in which the idle power is measured: with both ends on a step of the counter, off by less than 1%."""
+IDLE_S = 1.0
+"""Time in which the idle power is measured: with both ends on a step of the counter, off by less than 1.5%."""
 
 STEP_WAIT_S = 0.3
 """Longest wait for the step of the counter that ends it."""
@@ -165,7 +165,7 @@ class Sampler:
             return
         first_steps = [steps[0][0] for readings in self._counter.values() if (steps := energy.steps_of(readings))]
         begun = min(first_steps, default=self._started_s)
-        until = max(first_steps, default=self._started_s) + IDLE_S
+        until = max(first_steps, default=self._started_s + AVERAGING_S) + IDLE_S
         while time.monotonic() < until:
             if alive() is not None or self.lost is not None:
                 return

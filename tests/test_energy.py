@@ -330,7 +330,7 @@ def test_the_power_of_the_idle_server_is_on_record_with_its_time(clock: Clock) -
     assert found.idle_power_w == pytest.approx({"GPU-1": 125, "GPU-2": 125}, rel=0.01)
     assert found.idle_started_s is not None
     assert found.idle_ended_s is not None
-    assert found.idle_ended_s - found.idle_started_s >= 2
+    assert found.idle_ended_s - found.idle_started_s >= 1
     assert found.power_kind == {"GPU-1": "instant", "GPU-2": "instant"}
 
 
