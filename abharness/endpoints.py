@@ -14,7 +14,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from abharness.errors import LoadFailed
+from abharness.errors import LoadFailed, ProfilerFailed
 from abharness.prompts import MIN_POOL_TOKENS, POOL_TEXT
 from abharness.record import ServerCounters
 
@@ -123,12 +123,12 @@ def profile(base_url: str, what: Literal["start", "stop"], *, timeout_s: float) 
     """Start or stop the server's profiler; when it has stopped, its files are written.
 
     Raises:
-        LoadFailed: The server did not do it.
+        ProfilerFailed: The server did not do it.
     """
     try:
         _fetch(f"{base_url.rstrip('/')}/{what}_profile", timeout_s, {})
     except OSError as error:
-        raise LoadFailed(
+        raise ProfilerFailed(
             f"the server did not {what} its profiler: {error}",
             hint="it needs a vLLM that knows --profiler-config; see the server's log",
         ) from error

@@ -13,6 +13,7 @@
         ├── WrongServer                    the socket that answers is not held by our process tree
         ├── VerificationFailed             a declared switch is not what the processes show
         ├── LoadFailed                     the load phase could not be carried out
+        │   └── ProfilerFailed             the server's profiler was not started or stopped
         ├── GpuError                       NVML does not answer for a GPU
         │   └── GpuLost                    the driver has lost the GPU: it fell off the bus or hangs
         └── TeardownError                  processes, port or GPU memory were not given back
@@ -114,6 +115,10 @@ class VerificationFailed(LaunchError):
 
 class LoadFailed(LaunchError):
     """The load phase could not be carried out."""
+
+
+class ProfilerFailed(LoadFailed):
+    """The server's profiler was not started or stopped."""
 
 
 class GpuError(LaunchError):

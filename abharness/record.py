@@ -166,7 +166,7 @@ class TracedPhase(Model):
         output_len: Output tokens a request.
         requests: Requests sent, all at once in a decode phase, one after the other in a prefill phase.
         rows: Rows of the decode steps that count; None in a prefill phase.
-        started_s: When the profiler was started, on the clock of the requests.
+        started_s: When the phase began, on the clock of the requests.
         ended_s: When its traces were written.
         files: Kernel tables (Parquet), one for each process that ran the model, relative to the launch's folder.
         raw: The profiler's own files, which may be large: relative to the launch's folder, with their sizes in bytes.

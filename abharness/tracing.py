@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from abharness import endpoints
-from abharness.errors import AbharnessError, LoadFailed
+from abharness.errors import AbharnessError, LoadFailed, ProfilerFailed
 from abharness.load import Load
 from abharness.plan import PlannedLaunch, Shape, trace_shapes
 from abharness.record import TracedPhase
@@ -36,69 +36,85 @@ def trace_launch(load: Load, planned: PlannedLaunch, folder: Path, enter: Callab
         One record a phase, also for those that could not be traced.
     """
     phases: list[TracedPhase] = []
+    failed_in: str | None = None
     for shape in trace_shapes(load.spec):
         enter(f"trace {shape.phase}")
-        phases.append(_phase(shape, load, planned.trace_dir, folder))
+        started_s = time.monotonic()
+        tables = _Tables(folder)
+        absent: str | None = None
+        try:
+            if failed_in is not None:
+                # One that hangs would hang for minutes in every phase.
+                raise LoadFailed(f"not tried, since the profiler failed in {failed_in}")
+            tables.fill(shape, load, planned.trace_dir)
+        except (AbharnessError, OSError) as error:
+            absent = str(error)
+            failed_in = failed_in or (shape.phase if isinstance(error, ProfilerFailed) else None)
+        if absent:
+            load.run.reporter.note(f"trace {shape.phase}: {absent}")
+        phases.append(
+            TracedPhase(
+                name=shape.phase,
+                kind=shape.kind,
+                input_len=shape.input_len,
+                output_len=shape.output_len,
+                requests=shape.num_prompts,
+                rows=shape.max_concurrency if shape.kind == "decode" else None,
+                started_s=started_s,
+                ended_s=time.monotonic(),
+                files=tables.files,
+                raw=tables.raw,
+                absent=absent,
+            )
+        )
     return phases
 
 
-def _phase(shape: Shape, load: Load, written_to: Path, folder: Path) -> TracedPhase:
-    started_s = time.monotonic()
-    files: list[str] = []
-    raw: dict[str, int] = {}
-    absent: str | None = None
-    try:
+class _Tables:
+    """What came of one phase: kernel tables and the profiler's own files with their sizes, as far as it got."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files: list[str] = []
+        self.raw: dict[str, int] = {}
+        self._folder = folder
+
+    def fill(self, shape: Shape, load: Load, written_to: Path) -> None:
+        """Trace the phase.
+
+        Raises:
+            AbharnessError: A request, the profiler or the reading of its files failed.
+            OSError: A file could not be moved or written.
+        """
         # A phase that failed may have left something: it is not this phase's.
         left = set(written_to.glob("*"))
-        started_s = _profiled(shape, load)
+        _profile(shape, load)
         new = sorted(path for path in written_to.glob("*.trace.json*") if path not in left)
-        for rank, path in enumerate(_kept(new, folder / TRACES_DIR, shape.phase)):
-            raw[str(path.relative_to(folder))] = path.stat().st_size
-            table = folder / KERNELS_DIR / f"{shape.phase}.{rank}.parquet"
+        if not new:
+            raise LoadFailed(f"the profiler wrote no trace to {written_to}")
+        for rank, path in enumerate(_kept(new, self._folder / TRACES_DIR, shape.phase)):
+            self.raw[str(path.relative_to(self._folder))] = path.stat().st_size
+            table = self._folder / KERNELS_DIR / f"{shape.phase}.{rank}.parquet"
             table.parent.mkdir(exist_ok=True)
             write_kernels(table, read_trace(path))
-            files.append(str(table.relative_to(folder)))
-        if not files:
-            absent = f"the profiler wrote no trace to {written_to}"
-    except AbharnessError as error:
-        absent = str(error)
-    if absent:
-        load.run.reporter.note(f"trace {shape.phase}: {absent}")
-    return TracedPhase(
-        name=shape.phase,
-        kind=shape.kind,
-        input_len=shape.input_len,
-        output_len=shape.output_len,
-        requests=shape.num_prompts,
-        rows=shape.max_concurrency if shape.kind == "decode" else None,
-        started_s=started_s,
-        ended_s=time.monotonic(),
-        files=files,
-        raw=raw,
-        absent=absent,
-    )
+            self.files.append(str(table.relative_to(self._folder)))
 
 
-def _profiled(shape: Shape, load: Load) -> float:
+def _profile(shape: Shape, load: Load) -> None:
     """Send the phase's requests twice, the second time under the profiler.
 
-    Returns:
-        When the profiler was started, monotonic seconds.
-
     Raises:
-        LoadFailed: A request failed, or the profiler did not answer.
+        LoadFailed: A request failed.
+        ProfilerFailed: The profiler did not answer.
     """
     _send(shape, load, "warm-up")
-    started_s = time.monotonic()
     endpoints.profile(load.base_url, "start", timeout_s=PROFILER_TIMEOUT_S)
     try:
         _send(shape, load, "traced")
     except BaseException:
-        with contextlib.suppress(LoadFailed):  # the first error is the one to tell
+        with contextlib.suppress(ProfilerFailed):  # the first error is the one to tell
             endpoints.profile(load.base_url, "stop", timeout_s=PROFILER_TIMEOUT_S)
         raise
     endpoints.profile(load.base_url, "stop", timeout_s=PROFILER_TIMEOUT_S)
-    return started_s
 
 
 def _send(shape: Shape, load: Load, part: str) -> None:

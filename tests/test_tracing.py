@@ -184,6 +184,7 @@ def test_a_trace_that_fails_takes_no_verdict_away_where_none_was_expected(
     done = run(tmp_path, capsys, "trace: {}\n", {"at": "start"})
     assert done.code == 0
     assert "baseline: the server did not start its profiler: HTTP 500" in done.out
+    assert "baseline: not tried, since the profiler failed in decode[1]" in done.out
     assert "the same kernels ran in both" not in done.out
 
 
