@@ -126,10 +126,7 @@ def unknown_energy(launches: Mapping[Variant, Sequence[Launch]]) -> dict[CellKey
             for record in launch.record.cells:
                 key = CellKey.of(record)
                 requests = launch.requests.get((key, record.repeat), [])
-                if record.gpus is not None:
-                    names[key] = [
-                        name for name in metrics.cell_metrics(record, requests) if name in metrics.ENERGY_METRICS
-                    ]
+                names[key] = [name for name in metrics.ENERGY_METRICS if record.kind in BY_NAME[name].kinds]
                 if (basis := metrics.energy_basis(record)) is not None:
                     bases[key][variant].add(basis)
                 for name, reason in metrics.energy_unknown(record, requests).items():

@@ -94,7 +94,7 @@ def _ran_differently(kernels: Sequence[PhaseKernels]) -> str | None:
     """Kernels of every launch of one variant that no launch of the other ran; phases that tell the same together."""
     alike: dict[tuple[frozenset[str], ...], list[PhaseKernels]] = {}
     for phase in kernels:
-        if phase.compared and phase.differs:
+        if phase.proves:
             alike.setdefault(tuple(frozenset(phase.only[variant]) for variant in VARIANTS), []).append(phase)
     parts = []
     for phases in alike.values():

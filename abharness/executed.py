@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from abharness.kernels import Differing, KernelUse, differing, shorten, uses
 from abharness.record import Finding, TracedPhase, Variant
@@ -19,6 +19,10 @@ from abharness.timeline import Trace
 
 NAMED_KERNELS = 5
 """Kernels that are named in a message."""
+
+PROVING_LAUNCHES = 2
+PROVING_LAUNCHES_UNSTABLE = 4
+"""Launches of each variant from which kernels that differ prove something: see `PhaseKernels.proves`."""
 
 RAN = ("kernel", "op")
 """Kinds of rows that say what a variant computes with; copies and memsets do not."""
@@ -65,19 +69,27 @@ class Executed:
         return {name: use for name, use in found.items() if use.kind in RAN}
 
 
-def judge_kernels(executed: Sequence[Executed], expected: KernelExpectation) -> list[Finding]:
+def judge_kernels(executed: Sequence[Executed], expected: KernelExpectation, asked: Sequence[str]) -> list[Finding]:
     """Compare what ran in one launch with what had to.
+
+    Args:
+        executed: Its traced phases.
+        expected: What had to run, and what must not have.
+        asked: Names of the phases that were to be traced: what ran in one that is missing is unknown.
 
     Returns:
         `kernel_mismatch` (fatal) where a required kernel did not run or a forbidden one did, `kernels_unverifiable`
         where the traces cannot show it.
     """
-    judged = [_judge("any phase", executed, expected, every_step=True)]
+    most = max((len(one.traces) for one in executed), default=0)
+    whole = [_of_all_processes(one, most) for one in executed]
+    missing = [name for name in asked if name not in {one.phase.name for one in executed}]
+    judged = [_judge("any phase", whole, expected, missing, every_step=True)]
     for name, patterns in expected.phases.items():
-        named = [one for one in executed if name in (one.phase.name, one.phase.kind)]
-        judged += [_judge(one.phase.name, [one], patterns, every_step=False) for one in named]
-        if not named:
-            judged.append(([], [f"{name} was not traced"]))
+        named = [one for one in whole if name in (one.phase.name, one.phase.kind)]
+        judged += [_judge(one.phase.name, [one], patterns, (), every_step=False) for one in named]
+        lacking = [phase for phase in missing if name in (phase, phase.partition("[")[0])]
+        judged.append(([], [f"{phase} was not traced" for phase in lacking or ([] if named else [name])]))
     wrong, unknown = ([text for part in judged for text in part[kind]] for kind in (0, 1))
     findings = []
     if wrong:
@@ -92,15 +104,23 @@ def judge_kernels(executed: Sequence[Executed], expected: KernelExpectation) -> 
     return findings
 
 
+def _of_all_processes(one: Executed, most: int) -> Executed:
+    """The phase; unknown in part where another phase has the tables of more processes."""
+    if one.absent is not None or len(one.traces) == most:
+        return one
+    return replace(one, absent=f"{len(one.traces)} of {most} processes have a table")
+
+
 def _judge(
-    where: str, executed: Sequence[Executed], patterns: KernelPatterns, *, every_step: bool
+    where: str, executed: Sequence[Executed], patterns: KernelPatterns, missing: Sequence[str], *, every_step: bool
 ) -> tuple[list[str], list[str]]:
-    """What is wrong, and what is not known, of some phases together."""
+    """What is wrong, and what is not known, of some phases together; of those that are `missing` nothing is known."""
     problems = [
         f"{one.phase.name}: {problem}"
         for one in executed
         if (problem := one.problem if every_step else one.step_problem) is not None
-    ] or ([] if executed else ["nothing was traced"])
+    ]
+    problems += [f"{name} was not traced" for name in missing]
     ran = _joined(executed, every_step=every_step)
     wrong: list[str] = []
     unknown: list[str] = []
@@ -175,6 +195,16 @@ class PhaseKernels:
     def differs(self) -> bool:
         """Whether some kernel tells the variants apart."""
         return any(self.only.values())
+
+    @property
+    def proves(self) -> bool:
+        """Whether the difference is one of the variants, and not of launches.
+
+        A kernel that a library picks by chance in each launch would tell two variants of n launches apart once in
+        2^(2n-1) times. Two launches of each are needed to see that none is picked so, and four where some are.
+        """
+        needed = PROVING_LAUNCHES if not self.unstable else PROVING_LAUNCHES_UNSTABLE
+        return self.compared and self.differs and min(self.launches.values()) >= needed
 
     @property
     def compared(self) -> bool:

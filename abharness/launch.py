@@ -17,7 +17,7 @@ from abharness.ask import first_completion
 from abharness.errors import AbharnessError, GpuLost, LaunchError, LoadFailed, VerificationFailed
 from abharness.executed import judge_kernels
 from abharness.load import Load, RunContext
-from abharness.plan import PlannedLaunch, default_caches
+from abharness.plan import PlannedLaunch, default_caches, trace_shapes
 from abharness.record import Evidence, Failure, Finding, LaunchRecord, TracedPhase
 from abharness.redaction import redact, redact_data
 from abharness.runs import EVIDENCE_FILE, LAUNCH_FILE, LOG_FILE, SERVER_INFO_FILE, TELEMETRY_FILE, read_executed
@@ -163,7 +163,7 @@ class LaunchExecution:
         if expected is None:
             return
         executed = read_executed(self.folder, self.traces, self.evidence)
-        for finding in judge_kernels(executed, expected):
+        for finding in judge_kernels(executed, expected, [shape.phase for shape in trace_shapes(self.spec)]):
             if finding.fatal:
                 raise VerificationFailed(finding.message, hint=finding.hint, code=finding.code)
             self.run.reporter.note(f"{finding.code}: {finding.message}")

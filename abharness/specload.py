@@ -263,6 +263,12 @@ def _int_arg(args: Sequence[str], name: str) -> int | None:
     return found
 
 
+def _least_arg(spec: ExperimentSpec, name: str) -> int | None:
+    """An integer argument in the variant where it is the smaller; None where no variant gives it."""
+    given = [_int_arg(spec.merged_args(variant), name) for variant in VARIANTS]
+    return min((value for value in given if value is not None), default=None)
+
+
 def _cross_checks(spec: ExperimentSpec, located: yamlload.Located) -> list[str]:
     problems: list[str] = []
 
@@ -343,8 +349,7 @@ def _check_args(args: Sequence[str], path: yamlload.Path, tell: Any) -> None:
 
 def _check_workloads(spec: ExperimentSpec, tell: Any) -> None:
     seen: dict[str, int] = {}
-    limits = [_int_arg(spec.merged_args(variant), "--max-model-len") for variant in VARIANTS]
-    limit = min((value for value in limits if value is not None), default=None)
+    limit = _least_arg(spec, "--max-model-len")
     for index, workload in enumerate(spec.workloads):
         path: yamlload.Path = ("workloads", index)
         if workload.name in seen:
@@ -381,9 +386,19 @@ def _check_trace(spec: ExperimentSpec, tell: Any) -> None:
     shapes = trace_shapes(spec)
     if spec.traced is not None and not shapes:
         tell(("trace",), "nothing would be traced: name rows in trace.decode or lengths in trace.prefill")
-    limits = [_int_arg(spec.merged_args(variant), "--max-model-len") for variant in VARIANTS]
-    limit = min((value for value in limits if value is not None), default=None)
+    for key in ("decode", "prefill"):
+        given = getattr(spec.trace, key, None) or ()
+        if len(set(given)) < len(given):
+            tell(("trace", key), "give each once")
+    slots = _least_arg(spec, "--max-num-seqs")
+    limit = _least_arg(spec, "--max-model-len")
     for shape in shapes:
+        if slots is not None and shape.max_concurrency > slots:
+            tell(
+                ("trace",),
+                f"{shape.phase} needs {shape.max_concurrency} rows in one step, --max-num-seqs is {slots}; name fewer in "
+                "trace.decode",
+            )
         if limit is not None and shape.input_len + shape.output_len > limit:
             need = shape.input_len + shape.output_len
             tell(("trace",), f"{shape.phase} needs {need} tokens a request, --max-model-len is {limit}")

@@ -6,6 +6,7 @@ A trace that cannot be taken loses nothing: the phase says why, and the launch g
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -88,7 +89,7 @@ class _Tables:
         # A phase that failed may have left something: it is not this phase's.
         left = set(written_to.glob("*"))
         _profile(shape, load)
-        new = sorted(path for path in written_to.glob("*.trace.json*") if path not in left)
+        new = sorted((path for path in written_to.glob("*.trace.json*") if path not in left), key=_by_rank)
         if not new:
             raise LoadFailed(f"the profiler wrote no trace to {written_to}")
         for rank, path in enumerate(_kept(new, self._folder / TRACES_DIR, shape.phase)):
@@ -123,6 +124,11 @@ def _send(shape: Shape, load: Load, part: str) -> None:
     failed = [request.error for request in traffic.requests if request.error]
     if failed:
         raise LoadFailed(f"{len(failed)} of {len(sent)} requests failed: {failed[0]}")
+
+
+def _by_rank(path: Path) -> list[int]:
+    """Sorts by the rank that a file's name begins with, as a number: 10 comes behind 9."""
+    return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
 def _kept(written: list[Path], traces: Path, phase: str) -> list[Path]:

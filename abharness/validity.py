@@ -10,6 +10,7 @@ from abharness.codes import CODES
 from abharness.executed import judge_kernels
 from abharness.facts import MEASURED_CONFIG, declared_facts, follows_from_arguments, launch_facts
 from abharness.judge import judge_caches, judge_check, judge_gpu_pids
+from abharness.plan import trace_shapes
 from abharness.record import Finding, Variant
 from abharness.runs import Launch, Run
 from abharness.spec import VARIANTS, ExperimentSpec
@@ -73,7 +74,7 @@ def launch_findings(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
             findings += judge_caches(evidence.caches, evidence.default_caches_touched)
             findings += judge_gpu_pids(evidence.gpu_pids_seen, evidence.tree_pids, evidence.environment)
             if (kernels := spec.verify.expect_kernels.get(side.variant)) is not None:
-                findings += judge_kernels(launch.executed, kernels)
+                findings += judge_kernels(launch.executed, kernels, [shape.phase for shape in trace_shapes(spec)])
             for check in evidence.environment:
                 again = judge_check(
                     check,

@@ -75,6 +75,8 @@ class Profiler:
             ran = self._fault.get("kernels", {}).get(kind) or [f"fake_{kind}_{self._kernel}(float*, int)", "fake_norm"]
             if rank and "others" in self._fault:
                 ran = self._fault["others"]
+            if self._fault.get("own_names"):
+                ran = [*ran, f"rank_{rank}"]
             for order, kernel in enumerate(ran):
                 correlation += 1
                 start = at + 1 + order * 10

@@ -100,7 +100,7 @@ FAULTS = {
     # The profiler.
     "trace": "object: at = start | stop (that call fails; dies: the server with it), missing (no trace), truncated,"
     " garbage, no_steps, cpu_only (no device activity), rows_short (rows fewer in a step), ranks, others (kernels of the"
-    " other ranks), kernels (object: decode, prefill = names that ran)",
+    " other ranks), own_names (every rank runs a kernel of its name), kernels (object: decode, prefill = names that ran)",
     # Answers to requests.
     "served_name": "model name that /v1/models shows and completions accept",
     "signs_as": "model name that completions are signed with",

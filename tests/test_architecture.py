@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "judge": {"record", "redaction", "witnesses"},
     "facts": {"judge", "plan", "record", "runs", "spec"},
     "effects": {"executed", "facts", "judge", "kernels", "record", "spec", "validity"},
-    "validity": {"codes", "executed", "facts", "judge", "record", "runs", "spec", "stats"},
+    "validity": {"codes", "executed", "facts", "judge", "plan", "record", "runs", "spec", "stats"},
     "cells": {"gpuchecks", "metrics", "record", "runs", "spec", "stats"},
     "paired": {"cells", "checks", "codes", "flips", "record", "spec", "stats", "validity"},
     "waivers": {"codes", "errors", "validity"},

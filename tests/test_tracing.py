@@ -29,15 +29,15 @@ server:
     PYTHONPATH: "{FAKE_SITE}"
     FAKE_TPOT_S: "0.01"
     FAKE_PREFILL_S_PER_TOKEN: "0.002"
-    FAKE_SPEEDS: '@SPEEDS@'
+    FAKE_SPEEDS: "{{}}"
     FAKE_READS: "@READS@"
     FAKE_FAULTS: '@FAULTS@'
-  serve_args: [--max-model-len, "512"]
+  serve_args: [--max-model-len, "512", --max-num-seqs, "8"]
   ready_timeout_s: 60
 variants:
   baseline: {{env: {{FAKE_SWITCH: null}}}}
   candidate: {{env: {{FAKE_SWITCH: fast}}}}
-design: {{launches_per_variant: 1}}
+design: {{launches_per_variant: @LAUNCHES@}}
 workloads:
   - {{name: decode, kind: decode, input_len: 16, output_len: 8, max_concurrency: [1, 2], num_prompts: 2, num_warmups: 0}}
   - {{name: prefill, kind: prefill, input_lens: [32], num_prompts: 2, num_warmups: 0}}
@@ -62,9 +62,9 @@ class Outcome:
         return [item["finding"]["message"] for item in self.comparison[among] if item["finding"]["code"] == code]
 
 
-def spec_file(folder: Path, trace: str, faults: dict[str, Any], *, reads: str = "exact", speeds: str = "{}") -> Path:
+def spec_file(folder: Path, trace: str, faults: dict[str, Any], *, reads: str = "exact", launches: int = 1) -> Path:
     path = folder / "fake.yaml"
-    text = SPEC.replace("@FAULTS@", json.dumps(faults)).replace("@READS@", reads).replace("@SPEEDS@", speeds)
+    text = SPEC.replace("@FAULTS@", json.dumps(faults)).replace("@READS@", reads).replace("@LAUNCHES@", str(launches))
     path.write_text(text + trace)
     return path
 
@@ -109,7 +109,7 @@ def test_each_phase_of_each_launch_is_on_record_with_its_kernels(
 
 
 def test_kernels_that_differ_are_the_proof_of_the_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run(tmp_path, capsys, "trace: {}\n")
+    done = run(tmp_path, capsys, "trace: {}\n", launches=2)
     told = "decode[1], decode[2]: fake_decode_plain only in the baseline; fake_decode_fast only in the candidate"
     assert f"effect of FAKE_SWITCH: executed: {told}" in done.out
     assert done.messages("effect_unproven", "advice") == []
@@ -122,6 +122,13 @@ def test_kernels_that_differ_are_the_proof_of_the_switch(tmp_path: Path, capsys:
         "baseline": ["fake_prefill_plain(float*, int)"],
         "candidate": ["fake_prefill_fast(float*, int)"],
     }
+
+
+def test_kernels_of_one_launch_each_prove_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One launch a variant cannot show whether a library picks a kernel by chance; which differ is told all the same."""
+    done = run(tmp_path, capsys, "trace: {decode: [1], prefill: []}\n")
+    assert len(done.messages("effect_unproven", "advice")) == 1
+    assert "only in the candidate" in done.out
 
 
 def test_a_switch_that_nothing_reads_runs_the_same_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +207,14 @@ def test_a_required_kernel_must_run_in_every_process_that_runs_the_model(
     assert len(done.launch("1-candidate").traces[0].files) == 2
 
 
+def test_processes_are_in_the_order_of_their_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run(tmp_path, capsys, "trace: {decode: [1], prefill: []}\n", {"ranks": 11, "own_names": True})
+    (phase,) = done.launch("0-baseline").traces
+    folder = done.run / "launches" / "0-baseline"
+    ran = [{row.name for row in read_kernels(folder / file).kernels.rows()} for file in phase.files]
+    assert [f"rank_{rank}" in names for rank, names in enumerate(ran)] == [True] * 11
+
+
 def test_compare_draws_the_proof_again_from_the_kernel_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +226,32 @@ def test_compare_draws_the_proof_again_from_the_kernel_tables(
     out = capsys.readouterr().out
     assert "kernels_unverifiable" in out
     assert "cannot be read" in out
+
+
+def test_a_phase_that_is_gone_from_the_record_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = run(tmp_path, capsys, expecting("candidate", "{forbid: [slow], phases: {decode: {require: [decode_fast]}}}"))
+    assert done.code == 0
+    path = done.run / "launches" / "1-candidate" / "launch.json"
+    record = json.loads(path.read_text())
+    del record["traces"][1]
+    path.write_text(json.dumps(record))
+    assert main(["compare", str(done.run)]) == 3
+    out = capsys.readouterr().out
+    assert "'slow' in any phase (decode[2] was not traced)" in out
+    assert "; decode[2] was not traced" in out
+
+
+def test_a_process_without_a_table_in_one_phase_leaves_that_phase_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run(tmp_path, capsys, expecting("candidate", "{phases: {prefill: {forbid: [slow]}}}"), {"ranks": 2})
+    assert done.code == 0
+    path = done.run / "launches" / "1-candidate" / "launch.json"
+    record = json.loads(path.read_text())
+    del record["traces"][2]["files"][1]
+    path.write_text(json.dumps(record))
+    assert main(["compare", str(done.run)]) == 3
+    assert "1 of 2 processes have a table" in capsys.readouterr().out
 
 
 def test_a_trace_without_device_activity_says_nothing_about_a_gpu(tmp_path: Path) -> None:
@@ -248,6 +289,8 @@ def test_the_option_asks_for_a_trace_of_the_extremes(tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize(("text", "message"), [
     ("trace: {decode: [], prefill: []}\n", "trace: nothing would be traced"),
+    ("trace: {decode: [2, 2]}\n", "trace.decode: give each once"),
+    ("trace: {decode: [9]}\n", "trace: decode[9] needs 9 rows in one step, --max-num-seqs is 8"),
     ("trace: {prefill: [600]}\n", "trace: prefill[600] needs 601 tokens a request, --max-model-len is 512"),
     ("trace: {step: 3}\n", "trace.step: unknown key; allowed here: decode, prefill, input_len, steps"),
     (expecting("candidate", '{phases: {"decode[16]": {require: [x]}}}'), "no such phase is traced; there are decode"),
