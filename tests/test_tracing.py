@@ -308,3 +308,9 @@ def test_a_trace_that_cannot_be_taken_is_refused(
 def test_an_aa_expects_of_both_what_is_expected_of_the_baseline(tmp_path: Path) -> None:
     spec = load_spec(spec_file(tmp_path, expecting("baseline", "{require: [plain]}"), {})).against_itself()
     assert spec.verify.expect_kernels["candidate"].require == ("plain",)
+
+
+def test_verify_env_says_that_it_checks_no_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = spec_file(tmp_path, expecting("candidate", "{require: [decode_fast]}"), {})
+    assert main(["verify-env", str(path)]) == 0
+    assert "not checked: expect_kernels: kernels are traced under load" in capsys.readouterr().out
