@@ -195,10 +195,13 @@ def _build(source: _Source, scratch: Path, steps: _Steps, python: Path) -> None:
         "see which indexes pip is configured with (`pip config list`)",
     )
     _unpack(source, scratch, steps.name)
+    # Python puts a script's own folder first on its path: beside our modules transformers takes ours for its `kernels`.
+    (scratch / "convert").mkdir()
+    converter = shutil.copy(_CONVERTER, scratch / "convert")
     question = ("--prompt", source.prompt, "--expect", source.expect)
     tail = steps.run(
         "converting to a Hugging Face directory (float32)",
-        [python, _CONVERTER, scratch / source.member, scratch / "hf", *question],
+        [python, converter, scratch / source.member, scratch / "hf", *question],
         "the interpreter needs torch, transformers, tokenizers and gguf, as managed:cpu has them",
     )
     steps.say(f"the converted model was asked {source.prompt!r}; {tail[-1]}")

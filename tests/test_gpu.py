@@ -73,7 +73,8 @@ def test_a_window_under_load_has_an_energy_that_both_witnesses_tell(gpu: NvmlGpu
     assert window.coverage >= COVERAGE_LIMIT
     assert window.sm_clock_mhz is not None
     assert window.sm_clock_mhz > 500
-    assert window.utilization == 1.0
+    assert window.utilization is not None
+    assert window.utilization > 0.9  # one sample of a window may see the moment between two products
     sampling = sampler.sampling()
     assert sampling is not None
     assert 0.01 < sampling.energy_period_s[window.uuid] < 0.5

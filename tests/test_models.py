@@ -130,15 +130,16 @@ except ValueError as error:
 
 
 @pytest.mark.real
-def test_the_managed_model_loads_and_its_check_can_fail() -> None:
+def test_the_managed_model_loads_and_its_check_can_fail(tmp_path: Path) -> None:
     python = environments.install("managed:cpu", environ=os.environ, progress=print)
-    directory = models.fetch(SMOLLM2, python=python, environ=os.environ, progress=print)
-    assert models.is_fetched(SMOLLM2, os.environ)
-    assert models.resolve_model(SMOLLM2, os.environ) == str(directory)
+    environ = {**os.environ, "ABHARNESS_CACHE": str(tmp_path)}  # empty: the conversion runs each time
+    directory = models.fetch(SMOLLM2, python=python, environ=environ, progress=print)
+    assert models.is_fetched(SMOLLM2, environ)
+    assert models.resolve_model(SMOLLM2, environ) == str(directory)
     assert "Apache-2.0" in (directory / "NOTICE").read_text()
     assert "Apache License" in (directory / "LICENSE").read_text()
     said: list[str] = []
-    models.fetch(SMOLLM2, python=python, environ=os.environ, progress=said.append)
+    models.fetch(SMOLLM2, python=python, environ=environ, progress=said.append)
     assert said == []  # there already: nothing to do
     converter = Path(models.__file__).with_name("gguf_to_hf.py")
     result = subprocess.run([python, "-c", CHECK, converter, directory], capture_output=True, text=True, check=False)
