@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from abharness.probe import short_path
 from abharness.procfs import process
 from abharness.witnesses import ProbeReport
 
@@ -57,9 +58,9 @@ def _unasked(report: ProbeReport) -> str:
 
 def _ask(path: Path, nonce: str) -> bool:
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, short_path(path) as address:
             sender.settimeout(1.0)
-            sender.sendto(nonce.encode("ascii"), str(path))
+            sender.sendto(nonce.encode("ascii"), address)
     except OSError:
         return False  # its process has ended
     return True

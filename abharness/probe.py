@@ -20,14 +20,16 @@ import sys
 import threading
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .redaction import hidden, redact
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DIR_VARIABLE = "ABHARNESS_PROBE_DIR"
 PLUGIN = "abharness_probe"
 GROUP = "vllm.general_plugins"
-LONGEST_SOCKET_PATH = 107  # what a socket address holds, see unix(7)
 MODULES = ("vllm", "torch", "triton", "transformers", "flashinfer", "numpy")
 _MARK = "_abharness_probe_pid"
 
@@ -49,6 +51,16 @@ def install(folder: Path) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1\n", encoding="utf-8")
     entry = f"[{GROUP}]\n{PLUGIN} = {PLUGIN}.probe:register\n"
     (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def short_path(socket_path: Path) -> Iterator[str]:
+    """A name of the same socket that fits into an address, which holds 107 bytes; see unix(7)."""
+    folder = os.open(socket_path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{socket_path.name}"
+    finally:
+        os.close(folder)
 
 
 def register() -> None:
@@ -78,11 +90,13 @@ class _Witness:
         self.folder = folder
         self.plugins = plugins
         self.deaf: str | None = None
+        self.reason = "start"
         self.socket: socket.socket | None = None
         self.thread: threading.Thread | None = None
 
     def report(self, reason: str, nonce: str | None = None) -> None:
         """Write this process's file, whole or not at all."""
+        self.reason = reason
         data = {"reason": reason, "nonce": nonce, "deaf": self.deaf, **_facts(self.plugins)}
         path = self.folder / f"{os.getpid()}.json"
         part = path.with_suffix(".part")
@@ -93,16 +107,15 @@ class _Witness:
         """Wait for questions in a thread of its own."""
         try:
             path = self.folder / f"{os.getpid()}.sock"
-            if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
-                self.deaf = f"the path of its socket is longer than {LONGEST_SOCKET_PATH} bytes"
-                return
             path.unlink(missing_ok=True)
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self.socket.bind(str(path))
+            with short_path(path) as address:
+                self.socket.bind(address)
             self.thread = threading.Thread(target=self._serve, args=(self.socket,), name=PLUGIN, daemon=True)
             self.thread.start()
         except Exception as error:
             self.deaf = repr(error)
+            self.report(self.reason)  # the one before did not know
 
     def _serve(self, listening: socket.socket) -> None:
         while True:
@@ -122,7 +135,8 @@ class _Witness:
         if self.socket is None or self.thread is None or self.thread is threading.current_thread():
             return
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as waker:
-            waker.sendto(b"", str(self.folder / f"{os.getpid()}.sock"))
+            with short_path(self.folder / f"{os.getpid()}.sock") as address:
+                waker.sendto(b"", address)
             self.thread.join(1.0)
         self.socket.close()
         self.socket = self.thread = None

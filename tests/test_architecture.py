@@ -90,7 +90,7 @@ ALLOWED: dict[str, set[str]] = {
     "envblock": {"redaction", "witnesses"},
     "procfs": {"envblock", "redaction", "witnesses"},
     "probe": {"redaction"},
-    "hearing": {"procfs", "witnesses"},
+    "hearing": {"probe", "procfs", "witnesses"},
     "verify": {"judge", "procfs", "record", "witnesses"},
     "resources": {"errors", "procfs", "witnesses"},
     "server": {"errors", "procfs", "redaction", "resources", "witnesses"},

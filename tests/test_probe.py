@@ -99,12 +99,29 @@ def test_unasked_or_with_nowhere_to_write_it_leaves_the_server_alone(tmp_path: P
     assert list((tmp_path / "probe").iterdir()) == []
 
 
-def test_a_folder_too_long_for_a_socket_gives_a_report_from_the_start_that_says_so(tmp_path: Path) -> None:
+def test_a_folder_with_a_name_longer_than_a_socket_address_answers_too(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    child = start(tmp_path, ABHARNESS_PROBE_DIR=str(deep))
-    child_report = only(hear(deep, answer_s=0.1))
-    assert child_report.reason == "start"
+    child = start(tmp_path, "os.waitpid(os.fork() or os._exit(0), 0)", ABHARNESS_PROBE_DIR=str(deep))
+    assert only(hear(deep)).reason == "asked"
+    end(child)
+
+
+def test_a_process_that_cannot_be_asked_says_why(tmp_path: Path) -> None:
+    fork = """
+import socket
+def bind(self, address): raise OSError("no sockets in this folder")
+socket.socket.bind = bind
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+"""
+    child = start(tmp_path, fork)
+    found: dict[bool, ProbeReport] = {}
+    while len(found) < 2 or not all(report.deaf for report in found.values()):
+        found = {report.pid == child.pid: report for report in hear(tmp_path / "probe", answer_s=0.1)}
+    assert {parent: report.reason for parent, report in found.items()} == {True: "start", False: "fork"}
+    assert all("no sockets in this folder" in str(report.deaf) for report in found.values())
     end(child)
 
 
