@@ -377,7 +377,9 @@ def _summary(outcome: Outcome, cells: list[Cell], accuracy: list[Accuracy], code
                      f"{f', no verdict in {unjudged}' if unjudged else ''} of {len(headline)} cells")  # fmt: skip
     for item in accuracy:
         word = {"worse": "answers got worse", "better": "answers got better"}.get(item.call, "no accuracy change shown")
-        parts.append(f"{word} ({len(item.changed)} of {item.num_questions} answers differ)")
+        within = max(item.flips_within.values(), default=0)
+        equal = f", and up to {within} between launches of one variant" if within else ""
+        parts.append(f"{word} ({len(item.changed)} of {item.num_questions} answers differ{equal})")
     return f"Candidate: {'; '.join(parts)}." if parts else "Nothing was measured."
 
 

@@ -207,6 +207,7 @@ def test_e11_flips_between_launches_of_one_variant_are_counted_and_named(tmp_pat
     accuracy = found["accuracy"][0]
     assert accuracy["flips_within"] == {"baseline": 1, "candidate": 1}
     assert accuracy["changed"][0]["flips_within"] is True
+    assert found["summary"].endswith("(1 of 8 answers differ, and up to 1 between launches of one variant).")
     assert accuracy["only_baseline"] == accuracy["only_candidate"] == 0, "most launches answered it right"
 
 
