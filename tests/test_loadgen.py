@@ -134,7 +134,7 @@ def test_a_server_that_dies_ends_the_cell_with_everything_measured():
         return "exit code 1" if state["polls"] > 1 else None
 
     with ScriptedServer(script) as server, pytest.raises(CellFailed, match="exit code 1") as raised:
-        cell(server, alive=alive)
+        cell(server, alive=alive, max_concurrency=1)  # so that the first two have ended when the server dies
     assert isinstance(raised.value, LoadFailed)
     traffic = raised.value.traffic
     assert traffic.cut_short == "exit code 1"
