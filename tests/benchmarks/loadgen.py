@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.loadgen [--vllm-python PATH] [--streams 16] [--chunks 1024] [--rounds 3]
 
-Prints chunks per second (a token a chunk, full speed) and the error of TTFT: the client's first token minus the moment
-at which the server handed that chunk to its socket. Client and server are pinned to a core each where there are two.
+Prints chunks per second (a token a chunk, full speed), the error of TTFT (the client's first token minus the moment at
+which the server handed that chunk to its socket), and what both clients tell of a server that keeps its pace. Client and
+server are pinned to a core each where there are two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from abharness import metrics
 from abharness.loadgen import CellTraffic, run_cell
 from abharness.prompts import build_prompts
 from abharness.sse import quantile
@@ -104,14 +107,13 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def vllm_bench(python: str, base_url: str, *, streams: int, chunks: int, waves: int) -> float:
-    """Chunks per second of `vllm bench serve`, by its own duration."""
+def vllm_bench(python: str, base_url: str, *, streams: int, chunks: int, waves: int) -> dict[str, Any]:
+    """What `vllm bench serve` tells."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder)
         shape = Shape(INPUT_LEN, chunks, streams, streams * waves)
-        result = bench_serve(python, base_url, "mock", name, shape, seed=0)
-        return float(result["total_output_tokens"] / result["duration"])
+        return bench_serve(python, base_url, "mock", name, shape, seed=0)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -152,10 +154,12 @@ def run(args: argparse.Namespace, server_core: int | None) -> None:
             shares.append(traffic.client.cpu_share)
             errors += ttft_errors_s(base_url, traffic, first_ordinal)
             if args.vllm_python:
-                theirs.append(vllm_bench(args.vllm_python, base_url, **shape))
+                theirs.append(vllm_bench(args.vllm_python, base_url, **shape)["output_throughput"])
     with mock_server(args.pace_s, server_core) as base_url:
-        paced, _ = measure(base_url, first_ordinal=0, streams=args.streams, chunks=min(args.chunks, 256), waves=2)
+        shape["chunks"] = min(args.chunks, 256)
+        paced, _ = measure(base_url, first_ordinal=0, **shape)
         paced_errors = ttft_errors_s(base_url, paced, 0)
+        their_paced = vllm_bench(args.vllm_python, base_url, **shape) if args.vllm_python else None
 
     print(f"{args.streams} streams x {args.chunks} chunks, full speed, median of {args.rounds} rounds")
     ours = statistics.median(timed)
@@ -177,6 +181,14 @@ def run(args: argparse.Namespace, server_core: int | None) -> None:
         f"paced: {load.cpu_share:.2f} of a core, loop lag p50 {load.loop_lag_p50_s * 1e3:.2f} ms, "
         f"p99 {load.loop_lag_p99_s * 1e3:.2f} ms"
     )
+    if their_paced is not None:
+        told = [[metrics.ttft_s(request), metrics.tpot_s(request)] for request in paced.requests]
+        ttft, tpot = (
+            statistics.median(value for value in column if value is not None) for column in zip(*told, strict=True)
+        )
+        print(f"paced, a chunk each {args.pace_s * 1e3:g} ms, medians: TTFT abharness {ttft * 1e3:.2f} ms, "
+              f"vllm bench serve {their_paced['median_ttft_ms']:.2f} ms; TPOT {tpot * 1e3:.3f} and "
+              f"{their_paced['median_tpot_ms']:.3f} ms")  # fmt: skip
 
 
 if __name__ == "__main__":
