@@ -186,14 +186,15 @@ def _second_witness(
                 "general plugins were not loaded there: what runs the model is not what was set up",
             )
         )
-    mute = [report for report in reports.values() if report.reason != "asked" and report.deaf is None]
+    mute = [report for report in reports.values() if report.reason != "asked"]
     mute = [report for report in mute if any(one.pid == report.pid for one in alive)]
     if mute:
+        why = "".join(sorted({f"; it cannot be asked: {report.deaf}" for report in mute if report.deaf is not None}))
         findings.append(
             _unverifiable(
-                f"the probe did not answer in {_named(check, [report.pid for report in mute])}; its report is from the "
-                "start of the process, and a later change would not show",
-                "the process hangs or is very busy; see server.log",
+                f"the probe did not answer in {_named(check, [report.pid for report in mute])}{why}; its report is from "
+                "the start of the process, and a later change would not show",
+                "see server.log" if why else "the process hangs or is very busy; see server.log",
             )
         )
     for name, value in wanted.items():

@@ -81,6 +81,11 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str, str]] = {
         "env_unverifiable",
         "did not answer",
     ),
+    "the engine could not be asked": (
+        lambda data: [one.update(reason="start", deaf="OSError('no sockets')") for one in every_report(data)],
+        "env_unverifiable",
+        "OSError('no sockets')",
+    ),
     "an unknown variable": (
         lambda data: data["environment"][0].update(log_doubts=["Unknown vLLM environment variable detected: SWITCH"]),
         "switch_not_recognised",

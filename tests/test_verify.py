@@ -147,6 +147,10 @@ def test_engine_that_does_not_report_is_no_proof(running: Running) -> None:
     assert codes(check(server, {"FAKE_SWITCH": "fast"}, probes=stale).findings) == ["one_witness"]
     old = [report.model_copy(update={"reason": "start"}) for report in reports]
     assert codes(check(server, {"FAKE_SWITCH": "fast"}, probes=old).findings) == ["env_unverifiable"]
+    deaf = [report.model_copy(update={"deaf": "OSError('no sockets')"}) for report in old]
+    (finding,) = check(server, {"FAKE_SWITCH": "fast"}, probes=deaf).findings
+    assert finding.code == "env_unverifiable"
+    assert "it cannot be asked: OSError('no sockets')" in finding.message
 
 
 def test_variables_beyond_the_declared_ones_are_on_record(running: Running) -> None:
