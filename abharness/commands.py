@@ -180,8 +180,9 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
                     "error": error.model_dump(mode="json") if error else None,
                 }
             )
-    unchecked = ["expect_kernels: kernels are traced under load; abharness run checks them"]
-    unchecked = unchecked if spec.verify.expect_kernels else []
+    unchecked: list[str] = []
+    if spec.verify.expect_kernels:
+        unchecked.append("expect_kernels: kernels are traced under load; abharness run checks them")
     texts += [f"not checked: {text}\n" for text in unchecked]
     return VerifyResult("".join(texts), _json({"variants": data, "not_checked": unchecked}), _worst(codes))
 
