@@ -78,5 +78,5 @@ def test_a_window_under_load_has_an_energy_that_both_witnesses_tell(gpu: NvmlGpu
     sampling = sampler.sampling()
     assert sampling is not None
     assert 0.01 < sampling.energy_period_s[window.uuid] < 0.5
-    assert sampling.cpu_s < 0.1 * (sampling.ended_s - sampling.started_s)
+    assert sampling.cpu_s < 0.05 * (sampling.ended_s - sampling.started_s)
     print(window.model_dump_json(indent=1), sampling.model_dump_json(indent=1))
