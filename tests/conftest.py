@@ -131,6 +131,10 @@ def completion(command: LaunchCommand, *, max_tokens: int = 1, timeout_s: float 
     return None if usage["completion_tokens"] else "no token"
 
 
+def ready(server: VllmServer) -> None:
+    server.wait_ready(lambda: completion(server.command))
+
+
 @pytest.fixture
 def running(make_command: MakeCommand) -> Iterator[Callable[..., VllmServer]]:
     """Starts fake servers that are ready, and stops them after the test."""
