@@ -143,11 +143,15 @@ def _parser() -> argparse.ArgumentParser:
         "candidate of the second). Everything is computed again from the raw records. A/A runs (abharness run --aa) in "
         "or beside these folders give the floor below which no change is called.",
         epilog="example: abharness compare results\n"
-        "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n\n" + EXIT_CODES,
+        "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n"
+        "example: abharness compare results --html results.html\n\n" + EXIT_CODES,
         formatter_class=raw,
     )
     compare.add_argument("folders", metavar="DIR", type=Path, nargs="+")
     compare.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="default: text")
+    compare.add_argument(
+        "--html", metavar="FILE", type=Path, help="write one page with plots and answers as well; it needs no network"
+    )
     compare.add_argument("--all-metrics", action="store_true", help="every metric, not only the chief ones")
     compare.add_argument(
         "--allow",
@@ -224,9 +228,7 @@ def _spec_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) 
 def _run(arguments: argparse.Namespace) -> int:
     from abharness import commands
 
-    spec = commands.load(arguments.spec, arguments.overrides, arguments.only, trace=arguments.trace)
-    if arguments.aa:
-        spec = spec.against_itself()
+    spec = commands.load(arguments.spec, arguments.overrides, arguments.only, trace=arguments.trace, aa=arguments.aa)
     for warning in commands.warnings(spec):
         _say(f"warning: {warning}")
     if arguments.dry_run:
@@ -262,7 +264,15 @@ def _verify_env(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from abharness import compare, report
 
+    if arguments.html is not None and (arguments.html.is_dir() or not arguments.html.parent.is_dir()):
+        raise _usage(f"--html {arguments.html}: expected a file in a folder that exists")
     comparisons = compare.compare_folders(arguments.folders, arguments.allow)
+    if arguments.html is not None:
+        from abharness import webpage
+        from abharness.storage import write_text_atomic
+
+        write_text_atomic(arguments.html, webpage.render(comparisons))
+        _say(f"page in {arguments.html}")
     _out(report.render(comparisons, arguments.format, all_metrics=arguments.all_metrics))
     # The gravest outcome of all: a failed launch, a regression, no verdict, none of them.
     codes = [comparison.exit_code for comparison in comparisons]

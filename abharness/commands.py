@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abharness import compare, inspection, prepare, probe, report
+from abharness import compare, inspection, prepare, probe, report, webpage
 from abharness.errors import UsageError
 from abharness.plan import Host, Plan, build_plan, describe, launch_order
 from abharness.progress import Reporter
@@ -44,7 +44,9 @@ class VerifyResult:
     exit_code: int
 
 
-def load(path: Path, overrides: Sequence[str], only: Sequence[str], *, trace: bool = False) -> ExperimentSpec:
+def load(
+    path: Path, overrides: Sequence[str], only: Sequence[str], *, trace: bool = False, aa: bool = False
+) -> ExperimentSpec:
     """Read a spec.
 
     Args:
@@ -52,14 +54,17 @@ def load(path: Path, overrides: Sequence[str], only: Sequence[str], *, trace: bo
         overrides: `--set` assignments.
         only: Workloads to keep; none keeps all.
         trace: Ask for a trace, with the defaults where the spec does not.
+        aa: Make it the A/A of this experiment.
 
     Raises:
         SpecError: The spec cannot be run.
         UsageError: A workload named by `only` is not in it.
     """
-    spec = load_spec(path, overrides)
+    spec = load_spec(path, overrides, aa=aa)
     if trace and spec.traced is None:
-        spec = load_spec(path, [*overrides, "trace={}"])
+        spec = load_spec(path, [*overrides, "trace={}"], aa=aa)
+    if aa:
+        spec = spec.against_itself()
     if not only:
         return spec
     names = [workload.name for workload in spec.workloads]
@@ -110,7 +115,7 @@ def run(
     if run_dir is None:
         run_dir = prepare.new_run_dir(spec, output)
     _execute(spec, build_plan(spec, host), host, run_dir, reporter)
-    return _report(run_dir)
+    return _report(run_dir, reporter)
 
 
 def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, reporter: Reporter) -> None:
@@ -129,11 +134,19 @@ def _execute(spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, report
         shutil.rmtree(host.scratch, ignore_errors=True)
 
 
-def _report(run_dir: Path) -> RunResult:
+def _report(run_dir: Path, reporter: Reporter) -> RunResult:
     (comparison,) = compare.compare_folders([run_dir])
     text = report.render([comparison], "text")
     write_text_atomic(run_dir / "comparison.json", report.render([comparison], "json"))
     write_text_atomic(run_dir / "report.md", report.render([comparison], "markdown"))
+    try:
+        write_text_atomic(run_dir / "report.html", webpage.render([comparison]))
+    except Exception as error:
+        # A picture that cannot be drawn must not cost the verdict, nor pass unnoticed.
+        reporter.note(
+            f"warning: no {run_dir / 'report.html'}: {type(error).__name__}: {error}; everything measured is on disk, and "
+            "abharness compare with --html makes the page again"
+        )
     return RunResult(text, comparison.exit_code, run_dir)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
 from abharness import stats
@@ -89,6 +90,11 @@ def _launches(comparison: Comparison) -> str:
     return f"n={counts[0]}" if counts[0] == counts[1] else f"n={counts[0]}+{counts[1]}"
 
 
+def shown_rows(cell: Cell, *, all_metrics: bool = False) -> list[Row]:
+    """The rows of a cell that a report shows: the chief metrics, and what decides."""
+    return [row for row in cell.rows if all_metrics or row.metric.chief or row.decisive]
+
+
 def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[list[str]]:
     launches = _launches(comparison)
     rows = [
@@ -97,8 +103,7 @@ def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics:
             *(_value(row.samples[variant], row) for variant in VARIANTS),
             _change(row, launches, notes),
         ]
-        for row in cell.rows
-        if all_metrics or row.metric.chief or row.decisive
+        for row in shown_rows(cell, all_metrics=all_metrics)
     ]
     for item in cell.conditions:
         values = [item.values[variant] for variant in VARIANTS]
@@ -150,11 +155,16 @@ def _table(rows: list[list[str]]) -> list[str]:
     return lines
 
 
-def _heading(comparison: Comparison) -> list[str]:
-    counts = ", ".join(
+def counts(comparison: Comparison) -> str:
+    """How many launches of each variant completed."""
+    return ", ".join(
         f"{variant} {done} of {planned} launches" for variant, (done, planned) in comparison.launches.items()
     )
-    lines = [f"{comparison.experiment}{' A/A, the baseline against itself' if comparison.aa else ''}  {counts}"]
+
+
+def _heading(comparison: Comparison) -> list[str]:
+    title = f"{comparison.experiment}{' A/A, the baseline against itself' if comparison.aa else ''}"
+    lines = [f"{title}  {counts(comparison)}"]
     if comparison.question:
         lines.append(comparison.question)
     for name, values in comparison.switches.items():
@@ -171,7 +181,7 @@ def _setting(values: dict[Variant, str | None], variant: Variant) -> str:
     return "unset" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _remarks(comparison: Comparison) -> list[str]:
+def remarks(comparison: Comparison) -> list[str]:
     """Findings with their next steps, waivers, notes and warnings, one line each."""
     lines: list[str] = []
     for code in comparison.codes:
@@ -235,6 +245,30 @@ def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -
     return sections
 
 
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """All tables of a report, with the footnotes that their last column refers to.
+
+    Attributes:
+        cells: Of each cell, in order: its metrics, then what the GPUs did.
+        accuracy: Of each gsm8k workload.
+        kernels: Of each traced phase.
+    """
+
+    cells: list[Section]
+    accuracy: list[Section]
+    kernels: list[Section]
+    footnotes: list[str]
+
+
+def tables(comparison: Comparison) -> Tables:
+    """The tables that `text` and `markdown` show, for another layout."""
+    notes = _Footnotes()
+    sections = _sections(comparison, notes, all_metrics=False)
+    many = len(comparison.cells)
+    return Tables(sections[:many], sections[many:], _kernel_sections(comparison), notes.texts)
+
+
 def _kernel_sections(comparison: Comparison) -> list[Section]:
     """The traced phases, each with the kernels of the longest time and those that tell the variants apart."""
     return [
@@ -292,9 +326,9 @@ def _text(comparison: Comparison, *, all_metrics: bool) -> str:
     lines += _formatted(_kernel_sections(comparison), "")
     if notes.texts:
         lines += ["", *(f"[{number}] {text}" for number, text in enumerate(notes.texts, start=1))]
-    remarks = _remarks(comparison)
-    if remarks:
-        lines += ["", *remarks]
+    told = remarks(comparison)
+    if told:
+        lines += ["", *told]
     return "\n".join([*lines, "", f"records: {' '.join(comparison.sources)}"])
 
 
@@ -316,7 +350,7 @@ def _markdown(comparison: Comparison, *, all_metrics: bool) -> str:
         lines += [f"| {' | '.join(map(_escape, row))} |" for row in rows]
     if notes.texts:
         lines += ["", *(f"{number}. {_escape(text)}" for number, text in enumerate(notes.texts, start=1))]
-    remarks = _remarks(comparison)
-    if remarks:
-        lines += ["", *(f"* {_escape(remark)}" for remark in remarks)]
+    told = remarks(comparison)
+    if told:
+        lines += ["", *(f"* {_escape(remark)}" for remark in told)]
     return "\n".join([*lines, "", f"records: `{' '.join(comparison.sources)}`"])

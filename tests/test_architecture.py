@@ -87,6 +87,27 @@ ALLOWED: dict[str, set[str]] = {
         "stats",
         "waivers",
     },
+    "answerdiff": {"flips", "record"},
+    "plots": {"record", "spec"},
+    "trails": {"gpuchecks", "plots", "record", "samples"},
+    "proofs": {"effects", "judge", "record", "runs", "spec"},
+    "page": {
+        "answerdiff",
+        "cells",
+        "compare",
+        "errors",
+        "metrics",
+        "paired",
+        "plots",
+        "proofs",
+        "record",
+        "report",
+        "runs",
+        "samples",
+        "spec",
+        "trails",
+    },
+    "webpage": {"compare", "page", "runs"},
     "envblock": {"redaction", "witnesses"},
     "procfs": {"envblock", "redaction", "witnesses"},
     "probe": {"redaction"},
@@ -159,7 +180,7 @@ def test_only_the_assemblers_see_both_spec_and_doers() -> None:
 
 @pytest.mark.parametrize(("arguments", "absent"), [
     (["--help"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "torch", "pydantic"]),
-    (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "datasets", "pyarrow", "torch"]),
+    (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "datasets", "pyarrow", "torch", "matplotlib", "jinja2"]),
     (["trace", "nowhere"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "pyarrow", "torch", "pydantic"]),
 ])  # fmt: skip
 def test_light_commands_import_no_heavy_package(arguments: list[str], absent: list[str]) -> None:
