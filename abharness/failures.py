@@ -28,8 +28,11 @@ def last_words(failure: Failure) -> list[str]:
 
 def command_lines(command: str) -> list[str]:
     """A recorded command as lines that a shell takes as they are, each but the last ending in a backslash."""
+    words = _SHELL_WORD.findall(command)
+    if " ".join(words) != command:
+        return [command]  # not as a launch writes it: left alone
     lines: list[str] = []
-    for word in _SHELL_WORD.findall(command):
+    for word in words:
         after_place = bool(lines) and lines[-1].endswith("&&")
         fresh = not lines or after_place or _ASSIGNMENT.match(word) or word.startswith("--")
         program = bool(lines) and bool(_ASSIGNMENT.match(lines[-1].strip()))

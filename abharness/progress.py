@@ -186,8 +186,8 @@ class RichReporter(_Told):
         """The two lines, cut to the width there is."""
         from rich.text import Text
 
-        width = max(options.max_width - 1, 1)
-        left = self._about() or ("" if self._left is None else "time left: not known yet")
+        width = options.max_width
+        left = self._about() or ("" if self._left is None else "time left unknown")
         yield Text(ends(self._title, left, width), style="bold", no_wrap=True, overflow="crop")
         elapsed = duration(time.monotonic() - self._phase_s) if self._phase else ""
         told = " ".join(part for part in (self._done, elapsed) if part)
