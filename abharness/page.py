@@ -26,6 +26,7 @@ from abharness.record import AnswerRecord, RequestRecord, Variant
 from abharness.runs import TELEMETRY_FILE, Launch, Run
 from abharness.samples import by_gpu, read_samples
 from abharness.spec import VARIANTS, ExperimentSpec
+from abharness.terminal import Section
 from abharness.trails import trail
 
 PANELS = ("ttft", "tpot", "energy_per_output_token", "energy_per_prompt_token")
@@ -122,6 +123,7 @@ class Article:
     Attributes:
         anchor: Id of the article within its page.
         verdict: Class of its outcome: `regression`, `no-regression`, `no-verdict`, `launch-failed`.
+        problems: What stands against a verdict, with the next steps.
         trails_absent: Why no clocks are drawn, or None.
         diffs_more: Changed answers that are not shown.
         declared: What differs by declaration: name, baseline, candidate.
@@ -143,6 +145,7 @@ class Article:
     kernels: list[Table]
     trails: list[Figure]
     trails_absent: str | None
+    problems: list[str]
     remarks: list[str]
     launches: list[LaunchLine]
     provenance: list[tuple[str, str]]
@@ -192,6 +195,7 @@ def article(comparison: Comparison, runs: Sequence[Run], number: int, budget: Bu
         kernels=[Table(title, list(map(_line, rows))) for title, rows in told.kernels],
         trails=trails,
         trails_absent=absent,
+        problems=[line.strip() for line in report.problems(comparison)],
         remarks=report.remarks(comparison),
         launches=[_launch_line(launch) for launch in _in_order(by_variant)],
         provenance=_provenance(runs),
@@ -224,7 +228,7 @@ def _line(texts: Sequence[str], call: str = "", *, decisive: bool = False) -> Li
     return Line(name, baseline, candidate, change, {"~": "same", "no verdict": "unknown"}.get(call, call), decisive)
 
 
-def _accuracy_table(item: Accuracy, section: report.Section) -> Table:
+def _accuracy_table(item: Accuracy, section: Section) -> Table:
     title, (first, *rest) = section
     return Table(title, [_line(first, item.call, decisive=True), *map(_line, rest)])
 

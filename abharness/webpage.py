@@ -19,13 +19,12 @@ from markupsafe import Markup, escape
 
 from abharness import __version__
 from abharness.compare import Comparison
+from abharness.index import counted, index, ordered
 from abharness.page import Budget, article
+from abharness.redaction import screen_safe
 from abharness.runs import read_run
 
 _MARK = re.compile(r" \[(\d+)\]")
-
-_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-"""Characters that show nothing, or make others show elsewhere than where they are."""
 
 
 def render(comparisons: Sequence[Comparison]) -> str:
@@ -40,7 +39,7 @@ def render(comparisons: Sequence[Comparison]) -> str:
     budget = Budget()
     articles = [
         article(comparison, [read_run(Path(source)) for source in comparison.sources], number, budget)
-        for number, comparison in enumerate(comparisons, start=1)
+        for number, comparison in enumerate(ordered(comparisons), start=1)
     ]
     environment = Environment(
         loader=PackageLoader("abharness"),
@@ -54,13 +53,19 @@ def render(comparisons: Sequence[Comparison]) -> str:
     environment.filters["plot"] = Markup
     environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
     template = environment.get_template("report.html.j2")
-    return template.render(articles=articles, left_out=budget.left_out, version=__version__) + "\n"
+    entries = index(comparisons)
+    return (
+        template.render(
+            articles=articles, index=entries, counted=counted(entries), left_out=budget.left_out, version=__version__
+        )
+        + "\n"
+    )
 
 
 def _visible(value: Any) -> Any:
     """Text without characters that hide or move what stands beside them; what the page itself made stays as it is."""
     if isinstance(value, str) and not isinstance(value, Markup):
-        return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
+        return screen_safe(value, lines=True)
     return value
 
 

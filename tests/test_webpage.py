@@ -119,7 +119,7 @@ def test_a_model_that_answers_with_script_runs_none(browser: Any, hostile: Path,
     assert "<script>window.pwned = 1; console.log('pwned')</script>" in text
     assert "{{ 7 * 7 }}" in text
     # What turns the reading direction, or steers a terminal, is shown by its number.
-    assert r"\u202eevil\u202c \u001b[31mred\u0007" in text
+    assert r"\u202eevil\u202c \x1b[31mred\x07" in text
     assert not {"\u202e", "\x1b", "\x07"} & set(hostile.read_text(encoding="utf-8"))
     screenshot(page, "hostile", tmp_path)
 
@@ -322,7 +322,7 @@ def test_that_of_an_aa_does_with_aa_and_is_refused_without(tmp_path: Path, capsy
 def test_several_runs_are_one_page_with_an_index(tmp_path: Path) -> None:
     one, two = synthetic(tmp_path / "a"), synthetic(tmp_path / "b")
     page = page_of(tmp_path, tmp_path)
-    assert words(page).startswith("2 experiments experiment outcome in one sentence launches made no regression")
+    assert words(page).startswith("2 runs 2 runs: 2 faster. experiment run verdict")
     assert 'href="#experiment-2"' in page
     assert page.count("<article") == 2
     assert str(one) in page
