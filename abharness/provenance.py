@@ -29,9 +29,7 @@ def collect(gpu: Gpu) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
-        "client_packages": {
-            name: _version(name) for name in ("aiohttp", "openai", "datasets", "scipy", "nvidia-ml-py")
-        },
+        "client_packages": {name: _version(name) for name in ("aiohttp", "openai", "datasets", "nvidia-ml-py")},
         "gpu": gpu.describe(),
         "git": _git(),
     }

@@ -16,8 +16,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scipy import special
-from scipy import stats as scipy_stats
+from abharness import student
 
 MOST_LAUNCHES = 1000
 """No number of launches above this is worth telling anybody."""
@@ -105,12 +104,12 @@ def compare_ratio(baseline: Sequence[float], candidate: Sequence[float], *, alph
         )
     welch = sum(errors) ** 2 / sum(e**2 / (len(v) - 1) for e, v in zip(errors, logs, strict=True) if e > 0)
     freedom = max(FREEDOM_SHARE * welch, min(len(baseline), len(candidate)) - 1)
-    reach = float(special.stdtrit(freedom, 1 - alpha / 2)) * error
+    reach = student.critical(alpha, freedom) * error
     return Ratio(
         effect,
         _change(difference - reach),
         _change(difference + reach),
-        _two_sided(difference / error, freedom),
+        student.two_sided(difference / error, freedom),
         noise=math.sqrt(_mean(variances)),
     )
 
@@ -122,11 +121,6 @@ def _mean(values: Sequence[float]) -> float:
 def _variance(values: Sequence[float]) -> float:
     middle = _mean(values)
     return math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1)
-
-
-def _two_sided(t: float, freedom: float) -> float:
-    """P of Student's t; from scipy.special, because the distribution objects of scipy.stats cost 50 times as much."""
-    return float(2 * special.stdtr(freedom, -abs(t)))
 
 
 def _change(logarithm: float) -> float | None:
@@ -157,7 +151,25 @@ def rank_test(baseline: Sequence[float], candidate: Sequence[float]) -> RankTest
     smallest = min(1.0, 2 / math.comb(len(baseline) + len(candidate), len(baseline)))
     if len({*baseline, *candidate}) < len(baseline) + len(candidate):
         return RankTest(None, smallest)
-    return RankTest(float(scipy_stats.mannwhitneyu(baseline, candidate, method="exact").pvalue), smallest)
+    below = sum(one < other for one in baseline for other in candidate)
+    largest = max(below, len(baseline) * len(candidate) - below)
+    ways = _arrangements(len(baseline), len(candidate))
+    return RankTest(min(1.0, 2 * sum(ways[largest:]) / sum(ways)), smallest)
+
+
+@functools.lru_cache(maxsize=64)
+def _arrangements(first: int, second: int) -> tuple[int, ...]:
+    """Of all orders of two groups, how many have U pairs with the value of the first group below; by U, from 0.
+
+    The coefficients of the Gaussian binomial: the product of (1 - x^(second + i)) / (1 - x^i), i from 1 to `first`.
+    """
+    ways = [1] + [0] * (first * second)
+    for i in range(1, first + 1):
+        for u in range(len(ways) - 1, second + i - 1, -1):
+            ways[u] -= ways[u - second - i]
+        for u in range(i, len(ways)):
+            ways[u] += ways[u - i]
+    return tuple(ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +256,7 @@ def _trend(shown: float, estimate: float, square_error: float, freedom: int) -> 
     change = _change(shown)
     if square_error < NO_SPREAD**2 or change is None:
         return None
-    return Trend(change, _two_sided(estimate / math.sqrt(square_error), freedom))
+    return Trend(change, student.two_sided(estimate / math.sqrt(square_error), freedom))
 
 
 def pair_effect(pairs: Sequence[tuple[float, float, bool]]) -> Trend | None:
@@ -366,11 +378,11 @@ def detectable_effect(noise: float, count: int, alpha: float, power: float = 0.8
 def _noncentrality(count: int, alpha: float, power: float) -> float:
     """Difference of the means, in standard errors, that a two-sample t test finds with the given power."""
     freedom = 2 * count - 2
-    critical = float(special.stdtrit(freedom, 1 - alpha / 2))
+    critical = student.critical(alpha, freedom)
     low, high = 0.0, 2 * critical + 10
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if scipy_stats.nct.sf(critical, freedom, middle) >= power else (middle, high)
+        low, high = (low, middle) if student.power(middle, freedom, critical) >= power else (middle, high)
     return high
 
 
@@ -390,4 +402,5 @@ def mcnemar_exact(only_baseline: int, only_candidate: int) -> float:
     total = only_baseline + only_candidate
     if total == 0:
         return 1.0
-    return float(scipy_stats.binomtest(only_baseline, total, 0.5).pvalue)
+    fewer = sum(math.comb(total, count) for count in range(min(only_baseline, only_candidate) + 1))
+    return min(1.0, 2 * fewer / (1 << total))

@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"errors"},
     "energy": {"windows"},
     "metrics": {"gpuchecks", "record", "windows"},
-    "stats": set(),
+    "student": set(),
+    "stats": {"student"},
     "gpuchecks": {"record", "windows"},
     "codes": set(),
     "checks": {"gpuchecks", "prompts", "record"},
@@ -159,7 +160,7 @@ def test_only_the_assemblers_see_both_spec_and_doers() -> None:
 
 @pytest.mark.parametrize(("arguments", "absent"), [
     (["--help"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "torch", "pydantic"]),
-    (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "datasets", "pyarrow", "torch"]),
+    (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "scipy", "numpy", "datasets", "pyarrow", "rich", "torch"]),
     (["trace", "nowhere"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "pyarrow", "torch", "pydantic"]),
 ])  # fmt: skip
 def test_light_commands_import_no_heavy_package(arguments: list[str], absent: list[str]) -> None:
