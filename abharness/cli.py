@@ -1,4 +1,4 @@
-"""The command line: run | verify-env | compare | trace | server | model. Parsing and exit codes, no logic.
+"""The command line: every command with its arguments. Parsing and exit codes, no logic.
 
 Heavy imports happen inside the commands: `abharness --help` needs no HTTP client and no model of a record.
 """
@@ -28,6 +28,15 @@ EXIT_CODES = """exit codes:
   5    internal error
   130  interrupted; what was measured is kept
 """
+
+# What the parser must know of modules that are imported only when a command needs them; tests hold them equal.
+EXPORT_FORMATS = ("csv", "benchfmt", "vllm-bench", "lm-eval")
+SCHEMAS = ("spec", "comparison", "run", "launch", "evidence", "request", "answer")
+SHELLS = ("bash", "zsh", "tcsh")
+
+# How a completion script completes an argument, in the words of shtab.
+FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+DIRECTORIES = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/", "tcsh": "d"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="abharness",
         description="A/B serving experiments for vLLM: is it faster, and are the answers still the same?",
-        epilog=EXIT_CODES,
+        epilog="example: abharness run experiments/quickstart.yaml\nexample: abharness compare results\n\n"
+        + EXIT_CODES,
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"abharness {__version__}")
@@ -113,7 +123,10 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="trace a few steps after the load: which kernels ran, and which differ between the variants",
     )
-    run.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("results"), help="default: results")
+    _files(
+        run.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("results"), help="default: results"),
+        DIRECTORIES,
+    )
     run.add_argument("--only", metavar="WORKLOAD", action="append", default=[], help="only this workload; repeatable")
     run.set_defaults(command=_run)
 
@@ -146,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n\n" + EXIT_CODES,
         formatter_class=raw,
     )
-    compare.add_argument("folders", metavar="DIR", type=Path, nargs="+")
+    _files(compare.add_argument("folders", metavar="DIR", type=Path, nargs="+"), DIRECTORIES)
     compare.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="default: text")
     compare.add_argument("--all-metrics", action="store_true", help="every metric, not only the chief ones")
     compare.add_argument(
@@ -158,6 +171,25 @@ def _parser() -> argparse.ArgumentParser:
         "'client_bound:PLACE'; kept and printed in the result; repeatable",
     )
     compare.set_defaults(command=_compare)
+
+    export = commands.add_parser(
+        "export",
+        help="write recorded runs in others' formats",
+        description="Write the raw values of every completed launch of the runs at or below DIR into a new folder: as "
+        "CSV in long form, in the Go benchmark format (benchstat), as the JSON of vllm bench serve, and as lm-eval's "
+        "sample files. What compare gives no verdict for carries its validity codes with it; launches that failed are "
+        "left out, and named on stderr. The files are listed on stdout.",
+        epilog="example: abharness export results/decode --to exported\n"
+        "example: abharness export results --to exported --format benchfmt --format csv\n\n"
+        "exit codes: 0 written, 2 a record cannot be used, nothing to export or FOLDER not empty, 5 it cannot be written\n",
+        formatter_class=raw,
+    )
+    _files(export.add_argument("folders", metavar="DIR", type=Path, nargs="+"), DIRECTORIES)
+    _files(export.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="new, or empty"), DIRECTORIES)
+    export.add_argument(
+        "--format", choices=EXPORT_FORMATS, action="append", default=[], help="repeatable; default: all of them"
+    )
+    export.set_defaults(command=_export)
 
     trace = commands.add_parser(
         "trace",
@@ -171,13 +203,19 @@ def _parser() -> argparse.ArgumentParser:
         "exit codes: 0 read, 2 a file cannot be read, or has no steps of which --phase could be one\n",
         formatter_class=raw,
     )
-    trace.add_argument("files", metavar="FILE", type=Path, nargs="+", help="one or two")
+    _files(trace.add_argument("files", metavar="FILE", type=Path, nargs="+", help="one or two"), FILES)
     trace.add_argument("--phase", choices=("prefill", "decode", "mixed"), help="only the steps that do this")
     trace.add_argument("--top", type=int, default=15, metavar="N", help="kernels in the table, default: 15")
     trace.add_argument("--json", action="store_true", help="machine-readable: every kernel with its full name")
     trace.set_defaults(command=_trace)
 
-    server = commands.add_parser("server", help="managed server environments")
+    server = commands.add_parser(
+        "server",
+        help="managed server environments",
+        description="Virtual environments with vLLM under the user's cache: build one, list them, delete one.",
+        epilog="example: abharness server list\n",
+        formatter_class=raw,
+    )
     actions = server.add_subparsers(required=True, metavar="ACTION")
     install = actions.add_parser(
         "install",
@@ -188,13 +226,56 @@ def _parser() -> argparse.ArgumentParser:
     )
     install.add_argument("name", metavar="NAME", help="cpu, gpu or vllm==X.Y.Z")
     install.set_defaults(command=_server_install)
-    listing = actions.add_parser("list", help="list them", epilog="example: abharness server list", formatter_class=raw)
+    listing = actions.add_parser(
+        "list",
+        help="list them",
+        description="List the managed environments: name, whether it is ready, its vLLM, its folder.",
+        epilog="example: abharness server list\n",
+        formatter_class=raw,
+    )
     listing.set_defaults(command=_server_list)
-    removal = actions.add_parser("remove", help="delete one", epilog="example: abharness server remove cpu")
+    removal = actions.add_parser(
+        "remove",
+        help="delete one",
+        description="Delete a managed environment; a run that names it builds it again.",
+        epilog="example: abharness server remove cpu\n",
+        formatter_class=raw,
+    )
     removal.add_argument("name", metavar="NAME", help="cpu, gpu or vllm==X.Y.Z")
     removal.set_defaults(command=_server_remove)
 
-    model = commands.add_parser("model", help="managed models")
+    schema = commands.add_parser(
+        "schema",
+        help="print a JSON Schema",
+        description="Print the JSON Schema of the spec (for editors), of compare --format json, or of a file of a record: "
+        "run (experiment.json), launch (launch.json), evidence (evidence.json), request (a line of requests.jsonl), "
+        "answer (a line of gsm8k.jsonl).",
+        epilog="example: abharness schema spec > spec.schema.json\n"
+        "in a spec: # yaml-language-server: $schema=spec.schema.json\n",
+        formatter_class=raw,
+    )
+    schema.add_argument("name", metavar="NAME", choices=SCHEMAS, help=", ".join(SCHEMAS))
+    schema.set_defaults(command=_schema)
+
+    completion = commands.add_parser(
+        "completion",
+        help="print a shell's completion script",
+        description="Print a script that completes commands, options, choices and files. It is static: completing starts "
+        "no Python.",
+        epilog="example: abharness completion bash > ~/.local/share/bash-completion/completions/abharness\n"
+        "example: abharness completion zsh > ~/.zfunc/_abharness\n",
+        formatter_class=raw,
+    )
+    completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    completion.set_defaults(command=_completion)
+
+    model = commands.add_parser(
+        "model",
+        help="managed models",
+        description="Models under the user's cache that need no hub.",
+        epilog="example: abharness model fetch smollm2\n",
+        formatter_class=raw,
+    )
     model_actions = model.add_subparsers(required=True, metavar="ACTION")
     fetch = model_actions.add_parser(
         "fetch",
@@ -209,8 +290,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _files(action: argparse.Action, complete: dict[str, str]) -> None:
+    """Have an argument completed as files or folders."""
+    action.complete = complete  # type: ignore[attr-defined]  # read by shtab
+
+
 def _spec_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    parser.add_argument("spec", metavar="SPEC.yaml", type=Path, nargs="?" if optional else None)
+    _files(parser.add_argument("spec", metavar="SPEC.yaml", type=Path, nargs="?" if optional else None), FILES)
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -270,6 +356,30 @@ def _compare(arguments: argparse.Namespace) -> int:
     # The gravest outcome of all: a failed launch, a regression, no verdict, none of them.
     codes = [comparison.exit_code for comparison in comparisons]
     return next((code for code in (4, 1, 3) if code in codes), 0)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from abharness.export import export
+
+    written = export(arguments.folders, arguments.to, arguments.format)
+    for text in written.left_out:
+        _say(f"warning: {text}")
+    _out("".join(f"{arguments.to / path}\n" for path in written.files))
+    return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from abharness import schemas
+
+    _out(schemas.text(arguments.name))
+    return 0
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    _out(shtab.complete(_parser(), shell=arguments.shell) + "\n")
+    return 0
 
 
 def _trace(arguments: argparse.Namespace) -> int:

@@ -62,6 +62,7 @@ class Comparison:
         waived: Findings set aside by `--allow`.
         aa: The baseline ran against itself.
         floor: What an A/A measured; None for an A/B, and for an A/A that is not valid.
+        everywhere: Those of `codes` that make every cell and all answers invalid.
     """
 
     experiment: str
@@ -84,6 +85,7 @@ class Comparison:
     warnings: tuple[str, ...]
     aa: bool = False
     floor: Floor | None = None
+    everywhere: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -252,7 +254,8 @@ def compare_runs(
     accepted = [item for item in found if waived(item, waivers)]
     advice = [item for item in found if item not in invalid and item not in accepted]
     codes = tuple(dict.fromkeys(item.finding.code for item in invalid))
-    everything = any(item in invalid for item in whole)
+    everywhere = tuple(dict.fromkeys(item.finding.code for item in whole if item in invalid))
+    everything = bool(everywhere)
     if everything:
         cells = [replace(cell, rows=[replace(row, call="no verdict") for row in cell.rows]) for cell in cells]
         accuracy = [replace(item, call="no verdict") for item in accuracy]
@@ -298,6 +301,7 @@ def compare_runs(
         warnings=tuple(dict.fromkeys((*unused, *first.warnings, *second.warnings, *warnings))),
         aa=aa,
         floor=_own_floor(first, codes, spec.design.alpha) if aa else None,
+        everywhere=everywhere,
     )
 
 

@@ -76,6 +76,13 @@ ALLOWED: dict[str, set[str]] = {
         "validity",
         "waivers",
     },
+    "exported": {"compare", "runs"},
+    "benchserve": {"exported", "metrics", "record", "runs"},
+    "benchfmt": {"cells", "exported", "metrics", "record", "runs", "spec"},
+    "longcsv": {"cells", "exported", "metrics", "paired", "runs"},
+    "lmeval": {"exported", "record", "runs", "spec"},
+    "export": {"benchfmt", "benchserve", "errors", "exported", "lmeval", "longcsv", "runs", "storage"},
+    "schemas": {"compare", "record", "spec"},
     "report": {
         "cells",
         "codes",
@@ -159,8 +166,10 @@ def test_only_the_assemblers_see_both_spec_and_doers() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "absent"), [
-    (["--help"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "torch", "pydantic"]),
+    (["--help"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "torch", "pydantic", "rich", "shtab", "yaml"]),
     (["compare", "nowhere"], ["aiohttp", "openai", "pynvml", "scipy", "numpy", "datasets", "pyarrow", "rich", "torch"]),
+    (["export", "nowhere", "--to", "x"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "pyarrow", "torch"]),
+    (["completion", "bash"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "pyarrow", "torch", "pydantic"]),
     (["trace", "nowhere"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "pyarrow", "torch", "pydantic"]),
 ])  # fmt: skip
 def test_light_commands_import_no_heavy_package(arguments: list[str], absent: list[str]) -> None:
