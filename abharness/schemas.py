@@ -77,11 +77,13 @@ class _Generator(GenerateJsonSchema):
 
     def dict_schema(self, schema: core_schema.DictSchema) -> JsonSchemaValue:
         data = super().dict_schema(schema)
-        names = data.get("propertyNames", {}).get("enum")
-        if names is None:
-            return data
         values = data.get("additionalProperties", {})
-        return {"type": "object", "properties": dict.fromkeys(names, values), "additionalProperties": False}
+        if "patternProperties" in data:
+            return {**data, "additionalProperties": False}
+        if (names := data.get("propertyNames", {}).get("enum")) is None:
+            return data
+        keys = {name: {**values, "description": f"Of the {name}."} for name in names}
+        return {"type": "object", "properties": keys, "additionalProperties": False}
 
 
 def _described(data: JsonSchemaValue, cls: type) -> JsonSchemaValue:

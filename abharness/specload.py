@@ -133,7 +133,8 @@ _REFERENCE = re.compile(r"\$(?:\{\w+\}|\w+)")
 
 def literal_references(spec: ExperimentSpec) -> list[str]:
     """Values that look like a reference to an environment variable, which stays the text it is; one warning each."""
-    holders = [("server", spec.server), *((f"variants.{variant}", spec.variants[variant]) for variant in VARIANTS)]
+    holders: list[tuple[str, ServerSpec | VariantSpec]] = [("server", spec.server)]
+    holders += [(f"variants.{variant}", spec.variants[variant]) for variant in VARIANTS]
     values: list[tuple[str, str | None]] = [("server.model", spec.server.model)]
     for place, holder in holders:
         values.append((f"{place}.python", holder.python))
