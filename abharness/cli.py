@@ -350,9 +350,13 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     from abharness import compare, report
 
-    gc.disable()  # records hold no cycles, and looking for some in so many objects takes a third of the time
-    comparisons = compare.compare_folders(arguments.folders, arguments.allow)
-    _out(report.render(comparisons, arguments.format, all_metrics=arguments.all_metrics))
+    # Records hold no cycles, and looking for some in so many objects takes a third of the time.
+    gc.disable()
+    try:
+        comparisons = compare.compare_folders(arguments.folders, arguments.allow)
+        _out(report.render(comparisons, arguments.format, all_metrics=arguments.all_metrics))
+    finally:
+        gc.enable()
     # The gravest outcome of all: a failed launch, a regression, no verdict, none of them.
     codes = [comparison.exit_code for comparison in comparisons]
     return next((code for code in (4, 1, 3) if code in codes), 0)

@@ -38,6 +38,7 @@ from abharness.paired import Accuracy, compare_answers
 from abharness.plan import recorded_hash
 from abharness.record import Finding, Variant
 from abharness.runs import CellKey, Run, find_aa_runs, find_runs, read_run
+from abharness.shares import in_shares
 from abharness.spec import VARIANTS, ExperimentSpec
 from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings, time_positions
 from abharness.waivers import Waiver, parse_waivers, quoted, stands, used, waived, watermark
@@ -111,11 +112,16 @@ def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[
     waivers = parse_waivers(allow)
     paths = find_runs(folders)
     aa_paths, warnings = find_aa_runs(paths)
-    references = [_aa_run(path, waivers) for path in aa_paths]
     if len(folders) == 2 and list(map(Path, folders)) == paths and not set(paths) & set(aa_paths):
+        references = [_aa_run(path, waivers) for path in aa_paths]
         first, second = read_run(paths[0]), read_run(paths[1])
         return [compare_runs(first, second, waivers, references, warnings)]
-    return [compare_runs(run := read_run(path), run, waivers, references, warnings) for path in paths]
+
+    def each(share: Sequence[Path]) -> list[Comparison]:
+        references = [_aa_run(path, waivers) for path in aa_paths]
+        return [compare_runs(run := read_run(path), run, waivers, references, warnings) for path in share]
+
+    return in_shares(each, paths)
 
 
 @dataclass(frozen=True, slots=True)

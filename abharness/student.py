@@ -12,9 +12,6 @@ from statistics import NormalDist
 _CLOSE = 1e-15
 """Relative step at which a continued fraction has converged."""
 
-_TINY = 1e-300
-"""Stands in for a zero denominator (Lentz's method)."""
-
 
 def two_sided(t: float, freedom: float) -> float:
     """Probability that |T| is at least |t|.
@@ -39,24 +36,26 @@ def _incomplete_beta(square: float, freedom: float) -> float:
 
 
 def _fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction of the incomplete beta function by Lentz's method (Numerical Recipes, section 6.4)."""
-    c, d = 1.0, 1 / _nonzero(1 - (a + b) * x / (a + 1))
+    """The continued fraction of the incomplete beta function by Lentz's method (Numerical Recipes, section 6.4).
+
+    Where it is used no denominator comes near zero: x is below (a + 1) / (a + b + 2).
+    """
+    c, d = 1.0, 1 / (1 - (a + b) * x / (a + 1))
     result = d
     for m in range(1, 100_000):
-        for factor in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1 / _nonzero(1 + factor * d)
-            c = _nonzero(1 + factor / c)
-            result *= c * d
-        if abs(c * d - 1) < _CLOSE:
+        at = a + 2 * m
+        even = m * (b - m) * x / ((at - 1) * at)
+        d = 1 / (1 + even * d)
+        c = 1 + even / c
+        result *= c * d
+        odd = -(a + m) * (a + b + m) * x / (at * (at + 1))
+        d = 1 / (1 + odd * d)
+        c = 1 + odd / c
+        step = c * d
+        result *= step
+        if abs(step - 1) < _CLOSE:
             break
     return result
-
-
-def _nonzero(value: float) -> float:
-    return value if abs(value) > _TINY else _TINY
 
 
 def critical(alpha: float, freedom: float) -> float:
@@ -68,18 +67,23 @@ def critical(alpha: float, freedom: float) -> float:
     """
     wanted = math.log(alpha)
     # Newton's method on the logarithms, which are nearly a straight line far out, kept between bounds.
-    low, high, at = -40.0, 800.0, math.log(NormalDist().inv_cdf(1 - alpha / 2)) if alpha > 1e-15 else 2.0
+    low, high, at = -40.0, 800.0, math.log(_near(alpha, freedom))
     for _ in range(100):
         t = math.exp(at)
         p = two_sided(t, freedom)
         low, high = (at, high) if p > alpha else (low, at)
         slope = 2 * _density(t, freedom) * t / p if p > 0 else 0.0
         following = at + (math.log(p) - wanted) / slope if slope > 0 else math.inf
-        step = (following if low < following < high else (low + high) / 2) - at
-        at += step
-        if abs(step) < 1e-12:
-            break
+        if abs(following - at) < 1e-7:  # the error left is of the order of its square
+            return math.exp(following)
+        at = following if low < following < high else (low + high) / 2
     return math.exp(at)
+
+
+def _near(alpha: float, freedom: float) -> float:
+    """About the critical value: two terms of the expansion around the normal one (Abramowitz and Stegun, 26.7.5)."""
+    z = NormalDist().inv_cdf(1 - max(alpha, 1e-15) / 2)
+    return z + z * (z**2 + 1) / (4 * freedom) + z * (5 * z**4 + 16 * z**2 + 3) / (96 * freedom**2)
 
 
 def _density(t: float, freedom: float) -> float:
