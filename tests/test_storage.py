@@ -161,7 +161,7 @@ def test_the_quick_parser_reads_what_the_careful_one_does(
 
 
 @pytest.mark.parametrize(
-    "number", ["1e16", "1E16", "1.5e+300", "-2e15", "1e999", "10000000000000000", "-1234567890123456.5"]
+    "number", ["1e16", "1E16", "1.5e+300", "-2e15", "1e999", "99999999999999999999", "-1234567890123456.5"]
 )
 def test_a_number_out_of_range_is_refused_wherever_it_stands(number: str, tmp_path: Path) -> None:
     for text in (
