@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -36,8 +37,8 @@ def documents(exported: Exported) -> Iterator[Document]:
         for workload, answers in launch.answers.items():
             lines = [
                 json.dumps(sample(exported, launch, answer, name), ensure_ascii=False, allow_nan=False) + "\n"
-                for answer in answers
                 for name in FILTERS
+                for answer in answers
             ]
             yield Document(PurePosixPath(folder, f"samples_{tasks[workload]}_{when}.jsonl"), "".join(lines))
         data = results(exported, launch, tasks)
@@ -90,7 +91,10 @@ def results(exported: Exported, launch: Launch, tasks: Mapping[str, str]) -> dic
     shots = {w.name: w.num_fewshot for w in spec.workloads if isinstance(w, Gsm8kWorkload)}
     by_task = {tasks[workload]: answers for workload, answers in launch.answers.items()}
     return {
-        "results": {task: {"alias": task, **_scores(answers)} for task, answers in by_task.items()},
+        "results": {
+            task: {"name": task, "alias": task, "sample_len": len(answers), **_scores(answers)}
+            for task, answers in by_task.items()
+        },
         "group_subtasks": {task: [] for task in by_task},
         "configs": {
             tasks[workload]: {
@@ -105,10 +109,12 @@ def results(exported: Exported, launch: Launch, tasks: Mapping[str, str]) -> dic
         "versions": {},
         "n-shot": {tasks[workload]: shots.get(workload) for workload in launch.answers},
         "higher_is_better": {task: {"exact_match": True} for task in by_task},
-        "n-samples": {task: {"original": len(part), "effective": len(part)} for task, part in by_task.items()},
+        "n-samples": {task: {"original": None, "effective": len(part)} for task, part in by_task.items()},
         "config": {"model": "abharness", "model_args": f"model={launch.record.model}"},
         "model_source": "abharness",
         "model_name": launch.record.model,
+        "model_name_sanitized": re.sub(r'["<>:/|\\?*\[\]]+', "__", launch.record.model),
+        "date": None if (when := started(launch)) is None else when.timestamp(),
         "abharness": {
             "experiment": exported.run.record.experiment,
             "run": str(exported.run.path),

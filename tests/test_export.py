@@ -193,6 +193,7 @@ def test_lm_eval_files_as_its_readers_find_them(tmp_path: Path) -> None:
     assert data["results"]["gsm8k"]["exact_match,flexible-extract"] == pytest.approx(7 / 8)
     assert data["results"]["gsm8k"]["exact_match,strict-match"] == pytest.approx(6 / 8)
     assert data["configs"]["gsm8k"]["metric_list"][0]["metric"] == "exact_match"
+    assert (data["results"]["gsm8k"]["sample_len"], data["n-samples"]["gsm8k"]["effective"]) == (8, 8)
     assert (data["config"]["model_args"], data["n-shot"]) == ("model=m", {"gsm8k": 0})
 
 
