@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from abharness import cli, schemas
@@ -19,7 +21,7 @@ from abharness.cli import main
 from abharness.errors import SpecError
 from abharness.specload import parse_spec
 from tests.synthetic import Made, write_run
-from tests.test_properties_spec import VALID
+from tests.test_properties_spec import VALID, dumped, mutate, outcome, places, values
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "docs" / "schemas"
@@ -221,3 +223,16 @@ def test_records_are_valid_and_damaged_ones_are_not(name: str, tmp_path: Path) -
                 checked += 1
     assert checked > 4
     assert not accepts(name, [])
+
+
+SPEC_VALIDATOR = validator("spec")
+
+
+@given(st.sampled_from(places(VALID)), values, st.sampled_from(["replace", "remove", "rename"]))
+def test_what_the_loader_accepts_the_schema_accepts(path: tuple[Any, ...], value: Any, how: str) -> None:
+    try:
+        text = dumped(mutate(VALID, path, value, how))
+    except (ValueError, yaml.YAMLError):
+        return
+    if outcome(text) is not None:
+        assert [error.message for error in SPEC_VALIDATOR.iter_errors(yaml.safe_load(text))] == []
