@@ -44,8 +44,8 @@ def printable(text: str) -> str:
 
 
 def shell_word(text: str) -> str:
-    """The text as one word of a shell (bash, zsh, ksh) that can be shown, copied and pasted on one line."""
-    if screen_safe(printable(text)) == text:
+    """The text as one word of a shell that can be copied and pasted; with control characters, of bash, zsh or ksh."""
+    if screen_safe(printable(text), lines=True) == text:
         return shlex.quote(text)
     raw = text.encode("utf-8", "surrogateescape")
     return "$'" + "".join(chr(one) if 32 <= one < 127 and one not in b"'\\" else f"\\x{one:02x}" for one in raw) + "'"
