@@ -31,7 +31,7 @@ SGR: dict[Role, str] = {"good": "1;32", "bad": "1;31", "unknown": "1;33", "quiet
 COLOR_CHOICES = ("auto", "always", "never")
 
 # What is copied stays whole: a command of ours with its flags, a flag with its quoted value.
-_WORDS = re.compile(r"abharness [a-z-]+(?: [A-Z][\w.]*\b| --[a-z-]+)*\S*|--[a-z-]+ '[^']*'|\S+")
+_WORDS = re.compile(r"abharness [a-z-]+(?: [A-Z][\w.]*\b| --[a-z-]+| \S*/\S+)*\S*|--[a-z-]+ '[^']*'|\S+")
 
 # What stands together in the last column: an effect with its word, brackets with what is in them.
 _PIECES = re.compile(r"[+-][\d.]+% (?:better|worse)|\([^()]*\)|\[[^\[\]]*\]|\S+")
