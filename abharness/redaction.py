@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shlex
 from collections.abc import Mapping
@@ -44,8 +43,8 @@ def printable(text: str) -> str:
 
 
 def shell_word(text: str) -> str:
-    """The text as one word of a shell (bash, zsh, ksh) that can be shown, copied and pasted on one line."""
-    if screen_safe(printable(text)) == text:
+    """The text as one word of a shell that can be copied and pasted; with control characters, of bash, zsh or ksh."""
+    if screen_safe(printable(text), lines=True) == text:
         return shlex.quote(text)
     raw = text.encode("utf-8", "surrogateescape")
     return "$'" + "".join(chr(one) if 32 <= one < 127 and one not in b"'\\" else f"\\x{one:02x}" for one in raw) + "'"
@@ -59,6 +58,8 @@ def is_secret(name: str, value: str) -> bool:
 def hidden(name: str, value: str) -> str:
     """A variable's value as it may be written: a secret shows a digest, so that equal ones are still seen as equal."""
     if SECRET_NAME.search(name):
+        import hashlib  # takes a tenth of the start of `abharness --help`
+
         return f"<redacted {hashlib.sha256(value.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}>"
     return printable(_URL_PASSWORD.sub(r"\1<redacted>@", value))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.json
 import pytest
 
-from abharness import cli, export
+from abharness import arguments, export
 from abharness.cli import main
 from abharness.environments import list_managed
 from abharness.metrics import METRICS
@@ -43,7 +43,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_the_formats_of_the_command_line_are_those_there_are() -> None:
-    assert cli.EXPORT_FORMATS == export.FORMATS
+    assert arguments.EXPORT_FORMATS == export.FORMATS
 
 
 def test_every_file_is_named_on_stdout_and_readable_by_others(tmp_path: Path, capsys: Any) -> None:

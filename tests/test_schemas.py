@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from abharness import cli, schemas
+from abharness import arguments, schemas
 from abharness.cli import main
 from abharness.errors import SpecError
 from abharness.specload import parse_spec
@@ -41,7 +41,7 @@ def faults(name: str, data: Any) -> list[str]:
 
 
 def test_the_names_of_the_command_line_are_those_there_are() -> None:
-    assert tuple(schemas.SCHEMAS) == cli.SCHEMAS
+    assert tuple(schemas.SCHEMAS) == arguments.SCHEMAS
 
 
 @pytest.mark.parametrize("name", schemas.SCHEMAS)
