@@ -87,7 +87,13 @@ class ServerSpec(_Strict):
 
 
 class VariantSpec(_Strict):
-    """What one variant adds: `env` over the server's, `serve_args` appended, `python` instead of the server's."""
+    """What one variant adds to the server.
+
+    Attributes:
+        env: Variables, over the server's; null means must be unset.
+        serve_args: Arguments, appended to the server's.
+        python: Interpreter, instead of the server's; null is the server's.
+    """
 
     env: Env = {}
     serve_args: tuple[str, ...] = ()
@@ -98,7 +104,7 @@ class DesignSpec(_Strict):
     """How the launches are arranged and judged.
 
     Attributes:
-        order: `abba` (b c c b ...), `ab` (all of the baseline first: confounded with time), `random` (seeded blocks).
+        order: `abba` (b c c b ...), `ab` (all of the baseline first: confounded with time), `random` (seeded pairs).
         launches_per_variant: Server lifetimes of each variant: the sample size.
         alpha: Family-wise significance level.
         min_effect: Smallest relative change worth calling, for example 0.01.
@@ -120,6 +126,8 @@ class DecodeWorkload(_Strict):
     """Closed-loop decode load, one cell a concurrency.
 
     Attributes:
+        kind: `decode`.
+        name: Name of the workload in reports, and in `--only` and `--set`; each once in a spec.
         input_len: Prompt tokens a request.
         output_len: Tokens generated a request; ends only there (`ignore_eos`).
         max_concurrency: Requests in flight: one number or a list.
@@ -145,7 +153,17 @@ class DecodeWorkload(_Strict):
 
 
 class PrefillWorkload(_Strict):
-    """Prompt processing: one output token a request, one cell a prompt length; fields as in `DecodeWorkload`."""
+    """Prompt processing: one output token a request, one cell a prompt length.
+
+    Attributes:
+        kind: `prefill`.
+        name: Name of the workload, as in a decode workload.
+        input_lens: Prompt tokens a request, one cell each.
+        num_prompts: Requests a cell.
+        max_concurrency: Requests in flight.
+        num_warmups: Unmeasured requests before the cell.
+        repeats: Times each cell is run in a launch.
+    """
 
     kind: Literal["prefill"]
     name: Name
@@ -160,6 +178,8 @@ class Gsm8kWorkload(_Strict):
     """GSM8K answer check.
 
     Attributes:
+        kind: `gsm8k`.
+        name: Name of the workload, as in a decode workload.
         num_questions: Questions, chosen by a seeded draw of test-set indices.
         dataset: Hub name, or path of a JSONL file in GSM8K's shape.
         fewshot_dataset: The same for few-shot examples; null is the train split of the hub dataset.
@@ -236,7 +256,12 @@ class TraceSpec(_Strict):
 
 
 class KernelPatterns(_Strict):
-    """Regular expressions, searched for in the full names of kernels."""
+    """Regular expressions, searched for in the full names of kernels.
+
+    Attributes:
+        require: Each must match a kernel that ran.
+        forbid: None may match a kernel that ran.
+    """
 
     require: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
@@ -273,7 +298,19 @@ class VerifySpec(_Strict):
 
 
 class ExperimentSpec(_Strict):
-    """One question: two variants of one server, the same load on both."""
+    """One question: two variants of one server, the same load on both.
+
+    Attributes:
+        experiment: Name of the experiment and of its folder of results.
+        question: What is asked; the report begins with it.
+        server: What both variants share.
+        variants: `baseline` and `candidate`; both are needed, and they must differ.
+        design: How the launches are arranged and judged.
+        workloads: What is driven, in this order in every launch.
+        telemetry: How the GPUs are sampled.
+        trace: A few steps under the profiler after the load; null is none.
+        verify: Evidence asked for beyond the environment, by variant.
+    """
 
     experiment: Name
     question: str = ""
