@@ -1,11 +1,6 @@
 """Everything on disk: the models of a run's files and their schema version; `storage` writes and reads them.
 
-A run is a folder (`results/<experiment>/<UTC timestamp>-<config hash>/`):
-
-    experiment.json                     resolved spec, plan, provenance
-    launches/<k>-<variant>/launch.json  one server lifetime, written when it ends, failed or not
-    launches/<k>-<variant>/requests.jsonl, gsm8k.jsonl, telemetry.parquet, evidence.json, server.log
-    launches/<k>-<variant>/kernels/<phase>.<rank>.parquet, and the profiler's own files in traces/
+The folder of a run is drawn in docs/reference/records.md, which is made from the docstrings here.
 
 Field order tells the story: version, status, identity, configuration, evidence, results, error. Times are seconds
 (`_s`), sizes bytes (`_bytes`). Absent is `None` with a reason, never 0. NaN and infinity are never written.
@@ -258,9 +253,7 @@ class Extraction(Model):
 class AnswerRecord(Model):
     """One GSM8K question in one launch: a line of `gsm8k.jsonl`.
 
-    The keys that lm-eval's tools read from a samples file (`doc_id`, `doc`, `target`, `arguments`, `resps`,
-    `filtered_resps`, `filter`, `exact_match`) are here under their names; `filter` names the filter whose
-    `exact_match` that is, and `extractions` holds both.
+    The keys of lm-eval's samples files are here under their names; `exact_match` is by `filter`.
 
     Attributes:
         workload: The workload's name in the spec.
@@ -378,8 +371,7 @@ class Evidence(Model):
         shared_memory_left: Names in /dev/shm that appeared during the launch and are not provably its own.
         gpu_uuids: GPUs the launch could use; None with a reason in `gpu_absent` where there is none.
         gpu_absent: Why no GPU was looked at, or None.
-        gpu_pids_seen: By GPU, every process that had a compute context there during the load, as the driver numbers
-            them, in order of appearance.
+        gpu_pids_seen: By GPU, every process that computed there during the load, by the driver's numbers, in order.
         gpu_pids_first_seen_s: When each of these was first seen, seconds on the clock of the requests.
         server_versions: What the server's interpreter reports: `python`, `vllm`, `torch`, ...
         server_info_absent: Why the server's resolved configuration is not on record (`server_info.json`), or None.

@@ -156,7 +156,7 @@ def field_docs(model: type[BaseModel]) -> dict[str, str]:
     """What a model's docstring, or that of a base, says of each field."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
-        if issubclass(base, BaseModel):
+        if issubclass(base, BaseModel) and base is not BaseModel:
             found |= attributes(base.__doc__)
     return found
 
