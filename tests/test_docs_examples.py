@@ -70,6 +70,8 @@ class Reader:
             "PATH": f"{BIN}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         environ["PYTHONPATH"] = str(ROOT)
+        # Nothing is installed yet for this reader, and nothing can be: an example must not download a vLLM.
+        environ |= {"ABHARNESS_CACHE": str(self.folder / "cache"), "PIP_NO_INDEX": "1"}
         done = subprocess.run(
             ["bash"], input="\n".join(parts), cwd=self.folder, env=environ, text=True, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
