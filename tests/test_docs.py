@@ -24,12 +24,8 @@ DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 NO_VERDICT = DOCS / "howto" / "read-a-no-verdict.md"
 
-# Names in `code` that look like ours and are others': vLLM's, torch's, NVML's, GitHub's.
-OTHERS = {
-    "nvidia_smi", "ignore_eos", "min_tokens", "max_model_len", "finish_reason", "include_usage", "allow_failure",
-    "resource_group", "sw_power_cap", "unified_attention", "my_kernel", "old_kernel", "my_decode", "my_plugin",
-    "prefix_caching", "rate_ms", "checkpoint_s",
-}  # fmt: skip
+OTHERS = {"ignore_eos", "min_tokens"}
+"""Names in `code` that look like ours and are others': of vLLM's API."""
 
 
 def text(path: Path) -> str:
