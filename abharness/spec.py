@@ -90,9 +90,9 @@ class VariantSpec(_Strict):
     """What one variant adds to the server.
 
     Attributes:
-        env: Variables, over the server's; null means must be unset.
-        serve_args: Arguments, appended to the server's.
-        python: Interpreter, instead of the server's; null is the server's.
+        env: Variables over the server's; null means must be unset.
+        serve_args: Arguments appended to the server's.
+        python: Interpreter instead of the server's; null is the server's.
     """
 
     env: Env = {}
@@ -127,7 +127,7 @@ class DecodeWorkload(_Strict):
 
     Attributes:
         kind: `decode`.
-        name: Name of the workload in reports, and in `--only` and `--set`; each once in a spec.
+        name: Unlike the other workloads'; names the cells.
         input_len: Prompt tokens a request.
         output_len: Tokens generated a request; ends only there (`ignore_eos`).
         max_concurrency: Requests in flight: one number or a list.
@@ -157,11 +157,11 @@ class PrefillWorkload(_Strict):
 
     Attributes:
         kind: `prefill`.
-        name: Name of the workload, as in a decode workload.
+        name: Unlike the other workloads'; names the cells.
         input_lens: Prompt tokens a request, one cell each.
         num_prompts: Requests a cell.
         max_concurrency: Requests in flight.
-        num_warmups: Unmeasured requests before the cell.
+        num_warmups: Unmeasured requests before each cell. 0 is no warm-up at all.
         repeats: Times each cell is run in a launch.
     """
 
@@ -179,7 +179,7 @@ class Gsm8kWorkload(_Strict):
 
     Attributes:
         kind: `gsm8k`.
-        name: Name of the workload, as in a decode workload.
+        name: Unlike the other workloads'.
         num_questions: Questions, chosen by a seeded draw of test-set indices.
         dataset: Hub name, or path of a JSONL file in GSM8K's shape.
         fewshot_dataset: The same for few-shot examples; null is the train split of the hub dataset.
@@ -259,8 +259,8 @@ class KernelPatterns(_Strict):
     """Regular expressions, searched for in the full names of kernels.
 
     Attributes:
-        require: Each must match a kernel that ran.
-        forbid: None may match a kernel that ran.
+        require: Each must match a kernel.
+        forbid: None may match a kernel.
     """
 
     require: tuple[str, ...] = ()
@@ -301,15 +301,15 @@ class ExperimentSpec(_Strict):
     """One question: two variants of one server, the same load on both.
 
     Attributes:
-        experiment: Name of the experiment and of its folder of results.
-        question: What is asked; the report begins with it.
+        experiment: A name; results go to a folder of this name.
+        question: What is asked, for the report.
         server: What both variants share.
-        variants: `baseline` and `candidate`; both are needed, and they must differ.
+        variants: What each of the two adds; they must differ.
         design: How the launches are arranged and judged.
-        workloads: What is driven, in this order in every launch.
+        workloads: The load, in this order in every launch.
         telemetry: How the GPUs are sampled.
-        trace: A few steps under the profiler after the load; null is none.
-        verify: Evidence asked for beyond the environment, by variant.
+        trace: A short traced phase after everything measured; null is none. {} takes everything from the workloads.
+        verify: Evidence asked for beyond the environment.
     """
 
     experiment: Name
