@@ -14,7 +14,7 @@ from abharness.errors import GpuLost, PreflightError, TeardownError, UsageError,
 from abharness.launch import LaunchExecution, utc_now
 from abharness.load import Questions, RunContext
 from abharness.plan import Plan, recorded_hash
-from abharness.progress import Reporter
+from abharness.progress import Reporter, RunStart
 from abharness.record import LaunchRecord, RunRecord, Variant
 from abharness.redaction import hidden
 from abharness.runs import LAUNCH_FILE, RUN_FILE, launches_dir
@@ -28,9 +28,6 @@ STOPS_THE_RUN = (PreflightError, VerificationFailed, TeardownError, GpuLost)
 
 MOST_FAILURES = 2
 """Failed launches of one variant after which the others would most likely fail too."""
-
-TOLD_LOG_LINES = 12
-"""Last lines of a failed server's log that are shown at once; launch.json has more."""
 
 
 def load_questions(spec: ExperimentSpec) -> dict[str, Questions]:
@@ -62,6 +59,7 @@ class Runner:
 
     Attributes:
         run_dir: Where everything goes.
+        kept: It stays after the run.
     """
 
     def __init__(
@@ -73,6 +71,7 @@ class Runner:
         gpu: Gpu,
         reporter: Reporter,
         versions: Mapping[Variant, Mapping[str, str]],
+        kept: bool = True,
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -80,6 +79,7 @@ class Runner:
         self.gpu = gpu
         self.reporter = reporter
         self.versions = versions
+        self.kept = kept
 
     def run(self) -> None:
         """Run every launch that is not on record as completed; earlier attempts are kept under `attempts/`.
@@ -93,31 +93,44 @@ class Runner:
         self._write_run_record()
         failures: Counter[Variant] = Counter()
         with _one_run_at_a_time(self.run_dir), signals_interrupt():
-            for planned in self.plan.launches:
+            on_record = self._on_record()
+            self.reporter.begin(self._start(on_record))
+            for place, planned in enumerate(self.plan.launches):
                 folder = launches_dir(self.run_dir) / planned.label
-                if _is_complete(folder):
+                if place in on_record:
                     self.reporter.note(f"launch {planned.label} is on record; skipped")
                     continue
                 _set_aside(folder, self.run_dir)
-                self.reporter.launch(planned.index, len(self.plan.launches), planned.variant)
+                self.reporter.launch(place, len(self.plan.launches), planned.variant)
                 error = LaunchExecution(context, planned, folder).carry_out()
+                self.reporter.launch_done(read_model(folder / LAUNCH_FILE, LaunchRecord), folder)
                 if isinstance(error, KeyboardInterrupt):
                     raise error
                 if error is not None:
                     failures[planned.variant] += 1
-                    self._tell(folder, error)
                 if isinstance(error, STOPS_THE_RUN) or failures[planned.variant] >= MOST_FAILURES:
                     self.reporter.note("the remaining launches are left out; --resume goes on from here")
                     break
 
-    def _tell(self, folder: Path, error: BaseException) -> None:
-        """A failed launch on the screen: why, the server's last words, where everything is."""
-        record = read_model(folder / LAUNCH_FILE, LaunchRecord)
-        self.reporter.note(f"failed: {error}")
-        for line in (record.error.log_tail if record.error else [])[-TOLD_LOG_LINES:]:
-            self.reporter.note(f"  | {line}")
-        hint = getattr(error, "hint", None)
-        self.reporter.note(f"{hint or 'see the record'} ({folder})")
+    def _on_record(self) -> dict[int, float]:
+        """Place in the plan -> seconds it took, of every launch that is on record as completed."""
+        found: dict[int, float] = {}
+        for place, planned in enumerate(self.plan.launches):
+            path = launches_dir(self.run_dir) / planned.label / LAUNCH_FILE
+            if path.exists() and (record := read_model(path, LaunchRecord)).status == "completed":
+                found[place] = record.wall_s
+        return found
+
+    def _start(self, on_record: Mapping[int, float]) -> RunStart:
+        return RunStart(
+            experiment=self.spec.experiment,
+            run_dir=self.run_dir,
+            config_hash=self.plan.config_hash,
+            plan=[planned.variant for planned in self.plan.launches],
+            on_record=on_record,
+            versions=self.versions,
+            kept=self.kept,
+        )
 
     def _write_run_record(self) -> None:
         path = self.run_dir / RUN_FILE
@@ -152,11 +165,6 @@ def _redacted_spec(spec: ExperimentSpec) -> dict[str, Any]:
     for holder in (data["server"], *data["variants"].values()):
         holder["env"] = {name: None if value is None else hidden(name, value) for name, value in holder["env"].items()}
     return data
-
-
-def _is_complete(folder: Path) -> bool:
-    path = folder / LAUNCH_FILE
-    return path.exists() and read_model(path, LaunchRecord).status == "completed"
 
 
 def _set_aside(folder: Path, run_dir: Path) -> None:
