@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from abharness import checks, cli, gpuchecks, record, samples, spec, timeline, windows, witnesses
+from abharness import checks, cli, events, gpuchecks, record, samples, spec, timeline, windows, witnesses
 from abharness.codes import CODES
 from abharness.metrics import METRICS
 from abharness.plan import BASE_VARIABLES, SWITCH_PREFIXES, Host, build_plan
@@ -173,6 +173,10 @@ SECTIONS = {
     "VerifySpec": "verify",
     "KernelExpectation": "expect_kernels",
     "KernelPatterns": "phases",
+    "RunStarted": "run_started",
+    "LaunchStarted": "launch_started",
+    "LaunchFinished": "launch_finished",
+    "Warn": "warning",
 }
 """Headings of the reference that are not the model's name."""
 
@@ -295,6 +299,31 @@ def _parquet(which: str) -> Iterator[str]:
         kind = str(column.type).replace("dictionary<values=string, indices=int32, ordered=0>", "text")
         kind = kind.replace("dictionary<values=string, indices=int8, ordered=0>", "text").replace("string", "text")
         yield _row(f"`{column.name}`", kind.replace("list<element: text>", "list of text"), meanings[column.name])
+
+
+EVENT_MODELS: dict[str, type[BaseModel]] = {
+    name: value
+    for name, value in vars(events).items()
+    if isinstance(value, type)
+    and issubclass(value, BaseModel)
+    and value.__module__ == events.__name__
+    and not name.startswith("_")
+}
+
+
+def event_fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
+    """Name, type and meaning of every field of an event."""
+    for name, kind, _default, _ in fields(model):
+        if name == "event":
+            yield name, kind, "Which event this is."
+        else:
+            yield name, kind, model.model_fields[name].description or ""
+
+
+def _event(model: str) -> Iterator[str]:
+    yield from _head("key", "type", "meaning")
+    for name, kind, meaning in event_fields(EVENT_MODELS[model]):
+        yield _row(f"`{name}`", kind.replace("(#failure)", "(records.md#failure)"), meaning)
 
 
 _LEAST = """\
@@ -428,6 +457,7 @@ TABLES: dict[str, Callable[[str], Iterator[str]]] = {
     "spec": _spec,
     "record": _record,
     "parquet": _parquet,
+    "event": _event,
     "switches": _switches,
     "simulation": _simulation,
 }

@@ -66,6 +66,7 @@ def test_every_page_is_in_the_index() -> None:
         ("spec.md", "spec", reference.SPEC_MODELS),
         ("records.md", "record", reference.RECORD_MODELS),
         ("records.md", "parquet", reference.PARQUET),
+        ("events.md", "event", reference.EVENT_MODELS),
         ("codes.md", "codes", ["invalidating", "advice", "thresholds"]),
     ],
 )
@@ -98,6 +99,12 @@ def test_every_argument_is_explained() -> None:
 def test_every_key_and_field_is_explained(kind: str) -> None:
     models = getattr(reference, kind)
     bare = [f"{name}.{field}" for name in models for field, _, _, told in reference.fields(models[name]) if not told]
+    assert bare == []
+
+
+def test_every_key_of_an_event_is_explained() -> None:
+    models = reference.EVENT_MODELS
+    bare = [f"{name}.{key}" for name in models for key, _, told in reference.event_fields(models[name]) if not told]
     assert bare == []
 
 
@@ -152,12 +159,14 @@ def test_every_metric_is_defined() -> None:
 def known_names() -> set[str]:
     """Everything in snake case that a page may name as ours."""
     names = set(CODES) | {metric.name for metric in METRICS}
-    for models in (reference.SPEC_MODELS, reference.RECORD_MODELS):
+    for models in (reference.SPEC_MODELS, reference.RECORD_MODELS, reference.EVENT_MODELS):
         names |= {field for model in models.values() for field in model.model_fields}
     names |= {path.stem for path in (ROOT / "abharness").glob("*.py")} | {
         path.stem for path in (ROOT / "tests").rglob("*.py")
     }
     names.add(PROBE_PLUGIN)
+    events = [model.model_fields.get("event") for model in reference.EVENT_MODELS.values()]
+    names |= {event.default for event in events if event is not None}
     names |= set(reference.PARQUET["telemetry"][1]) | set(reference.PARQUET["kernels"][1])
     return names | OTHERS
 
