@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import hashlib
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from abharness import cli
+from abharness import __version__, cli
 from abharness.codes import CODES
 from abharness.compare import EXIT_CODES
 from abharness.metrics import METRICS
@@ -233,16 +233,12 @@ def test_no_page_names_a_machine_path() -> None:
 
 
 def test_the_license_is_whole() -> None:
-    licence = text(ROOT / "LICENSE")
-    assert "Apache License" in licence
-    assert "END OF TERMS AND CONDITIONS" in licence
-    assert [f"   {number}." in licence for number in range(1, 10)] == [True] * 9
+    """The text as the Apache Software Foundation publishes it begins with an empty line."""
+    digest = hashlib.sha256(b"\n" + (ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 
 
 def test_the_changelog_has_the_version_of_the_package() -> None:
-    from abharness import __version__
-
     headings = re.findall(r"^## \[(.+?)\]", text(ROOT / "CHANGELOG.md"), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert __version__ in headings
-    assert isinstance(cli._parser(), argparse.ArgumentParser)
