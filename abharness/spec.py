@@ -107,7 +107,7 @@ class DesignSpec(_Strict):
     """How the launches are arranged and judged.
 
     Attributes:
-        order: `abba` (b c c b ...), `ab` (all of the baseline first: confounded with time), `random` (seeded blocks).
+        order: `abba` (b c c b ...), `ab` (all of the baseline first: confounded with time), `random` (seeded pairs).
         launches_per_variant: Server lifetimes of each variant: the sample size.
         alpha: Family-wise significance level.
         min_effect: Smallest relative change worth calling, for example 0.01.

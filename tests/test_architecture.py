@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from abharness.codes import CODES
 
 PACKAGE = Path(__file__).parent.parent / "abharness"
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
@@ -224,8 +223,12 @@ def test_no_module_is_longer_than_500_lines() -> None:
     assert {module: lines for module, lines in lengths.items() if lines > 500} == {}
 
 
-def test_the_readme_names_every_module_and_every_validity_code() -> None:
+def test_the_readme_names_every_module() -> None:
+    """The codes are in docs/reference/codes.md, held by test_docs."""
     readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
     table = readme[readme.index("| module | turns what into what |") :]
     assert [module for module in MODULES if f"`{module}`" not in table] == []
-    assert [code for code in CODES if f"`{code}`" not in readme] == []
+    named = {
+        name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    }
+    assert sorted(named - set(MODULES)) == []

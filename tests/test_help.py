@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import shutil
 import subprocess
@@ -35,9 +36,9 @@ def test_every_command_says_what_it_does_with_an_example_that_parses(parser: arg
     examples = [line.removeprefix("example: ") for line in lines if line.startswith("example: ")]
     assert examples, "no line that begins with `example: `"
     for example in examples:
-        # A redirection or the command before ours is the shell's business.
+        # A redirection, a pipe and the command before ours are the shell's business.
         (ours,) = [part for part in example.split("&&") if part.strip().startswith("abharness")]
-        words = shlex.split(ours.partition(">")[0])
+        words = shlex.split(re.split(r" [>|] ", ours)[0])
         make_parser().parse_args(words[1:])
         if parser.prog != "abharness":
             assert words[: len(parser.prog.split())] == parser.prog.split() or len(list(parsers(parser))) > 1

@@ -221,16 +221,6 @@ def test_shipped_experiments_are_valid(path: Path) -> None:
     assert spec.question
 
 
-def test_the_spec_of_the_readme_is_valid_and_names_every_key() -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    example = text.split("```yaml\n", 1)[1].split("```", 1)[0]
-    spec = parse_spec(example, "README.md")
-    sections = [spec, spec.server, spec.variants["baseline"], spec.design, *spec.workloads, spec.verify]
-    for section in sections:
-        for key in type(section).model_fields:
-            assert key in example, f"the README does not show {key}"
-
-
 @pytest.mark.parametrize(
     ("override", "told"),
     [
