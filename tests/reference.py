@@ -21,7 +21,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from abharness import checks, cli, events, gpuchecks, record, samples, spec, timeline, windows, witnesses
+from abharness import checks, events, gpuchecks, record, samples, spec, timeline, windows, witnesses
+from abharness.arguments import make_parser
 from abharness.codes import CODES
 from abharness.metrics import METRICS
 from abharness.plan import BASE_VARIABLES, SWITCH_PREFIXES, Host, build_plan
@@ -122,7 +123,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
         if not inner:
             found[" ".join(words)] = parser
 
-    below((), cli._parser())
+    below((), make_parser())
     return found
 
 

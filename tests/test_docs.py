@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from abharness import __version__, cli
+from abharness import __version__, arguments
 from abharness.codes import CODES
 from abharness.compare import EXIT_CODES
 from abharness.metrics import METRICS
@@ -130,7 +130,7 @@ def test_the_spec_of_the_reference_is_valid_and_names_every_key() -> None:
 
 
 def test_the_exit_codes_are_those_of_the_help() -> None:
-    told = dict(re.findall(r"^  (\d+) +(.+)$", cli.EXIT_CODES, re.MULTILINE))
+    told = dict(re.findall(r"^  (\d+) +(.+)$", arguments.EXIT_CODES, re.MULTILINE))
     first_table = text(REFERENCE / "exit-codes.md").split("\n\n`abharness verify-env`", 1)[0]
     assert dict(re.findall(r"^\| (\d+) \| (.+) \|$", first_table, re.MULTILINE)) == told
     assert {str(code) for code in EXIT_CODES.values()} <= set(told)
@@ -191,7 +191,7 @@ def names_of_code(page: Path) -> set[str]:
 def test_every_command_line_of_a_page_is_one_that_the_parser_takes(
     page: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parser = cli._parser()
+    parser = arguments.make_parser()
     refused = []
     for line in command_lines(page):
         words = shlex.split(line, comments=True)

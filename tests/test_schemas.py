@@ -86,9 +86,9 @@ def test_every_experiment_is_valid_and_names_the_schema_for_editors(path: Path) 
     assert faults("spec", yaml.safe_load(text)) == []
 
 
-def test_the_example_in_the_readme_is_valid() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = readme.partition("## The spec\n\n```yaml\n")[2].partition("```")[0]
+def test_the_example_in_the_reference_is_valid() -> None:
+    page = (ROOT / "docs" / "reference" / "spec.md").read_text(encoding="utf-8")
+    example = page.partition("```yaml\n")[2].partition("```")[0]
     assert faults("spec", yaml.safe_load(example)) == []
 
 
