@@ -128,7 +128,7 @@ def launches_plot(points: Sequence[LaunchPoints], medians: dict[Variant, float],
             for place, point in own:
                 inner = _thinned(point.inner)
                 near = [place + _beside(index, len(inner)) for index in range(len(inner))]
-                axes.plot(near, inner, "o", color=colour, alpha=0.4, markersize=2.8, markeredgewidth=0)
+                axes.plot(near, inner, "o", color=colour, alpha=0.4, markersize=3.4, markeredgewidth=0)
             axes.plot(
                 [place for place, _ in own],
                 [point.value for _, point in own],
