@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from abharness import __version__
+from abharness import __version__, redaction
 from abharness.errors import AbharnessError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    redaction.remember(redaction.secrets_of(os.environ))
     arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its escape, not a traceback in place of the report.
@@ -63,18 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Left to Python it would exit with 1, which says that a regression was called.
         import traceback
 
-        traceback.print_exc()
+        _say(traceback.format_exc().rstrip())
         _say(f"internal error: {type(error).__name__}; nothing can be concluded from this; please report it as above")
         return 5
     return code
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    print(redaction.scrub(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _out(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(redaction.scrub(text))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from pathlib import Path
 from abharness import accuracy, endpoints, loadgen, prompts, warmup
 from abharness.ask import Reply, ask
 from abharness.checks import check_cell
+from abharness.claims import HeldLaunch
 from abharness.errors import LoadFailed
 from abharness.observe import CounterWatch, WindowWatch
 from abharness.plan import PlannedLaunch, Shape, shapes
@@ -41,6 +42,7 @@ class RunContext:
     Attributes:
         questions: Questions of each gsm8k workload.
         versions: What each variant's interpreter reports of itself.
+        hold: Told what the launch of the moment holds of the machine; None when it has given everything back.
     """
 
     spec: ExperimentSpec
@@ -49,6 +51,7 @@ class RunContext:
     reporter: Reporter
     questions: Mapping[str, Questions]
     versions: Mapping[Variant, Mapping[str, str]]
+    hold: Callable[[HeldLaunch | None], None]
 
 
 class Load:

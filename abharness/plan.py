@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abharness.record import Variant
-from abharness.redaction import redact
+from abharness.redaction import redact, redact_argv
 from abharness.spec import (
     CACHE_VARIABLES,
     PROBE_PLUGIN,
@@ -349,7 +349,7 @@ def describe(spec: ExperimentSpec, plan: Plan) -> str:
         )
         lines.append(f"switch     {name}   {shown}")
     for launch in plan.launches:
-        lines += ["", f"launch {launch.label}", f"  command  {shlex.join(launch.argv)}", "  environment"]
+        lines += ["", f"launch {launch.label}", f"  command  {shlex.join(redact_argv(launch.argv))}", "  environment"]
         lines += [f"    {name}={value}" for name, value in sorted(redact(launch.env).items())]
         if launch.not_passed:
             lines.append(f"  not passed on from this shell: {', '.join(launch.not_passed)}")

@@ -31,7 +31,7 @@ def make_host(spec: ExperimentSpec, environ: Mapping[str, str]) -> Host:
     """
     token = secrets.token_hex(4)
     # Short: vLLM's sockets live below it, and a socket path ends at 107 bytes.
-    scratch = Path(tempfile.gettempdir()).resolve() / f"ab-{token}"
+    scratch = scratch_parent() / f"ab-{token}"
     return Host(
         pythons={variant: environments.resolve_python(spec.python_of(variant), environ) for variant in VARIANTS},
         model=models.resolve_model(spec.server.model, environ),
@@ -41,6 +41,11 @@ def make_host(spec: ExperimentSpec, environ: Mapping[str, str]) -> Host:
         run_token=token,
         environ=environ,
     )
+
+
+def scratch_parent() -> Path:
+    """The folder in which every run of this user keeps its scratch folder."""
+    return Path(tempfile.gettempdir()).resolve()
 
 
 def free_port() -> int:

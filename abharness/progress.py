@@ -9,6 +9,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from abharness.redaction import scrub
+
 
 class Reporter(Protocol):
     """What the runner tells while it works."""
@@ -45,7 +47,7 @@ class PlainReporter:
 
     def _line(self, text: str) -> None:
         self._told_s = time.monotonic()
-        print(f"{time.strftime('%H:%M:%S')} {self._prefix}{text}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"{time.strftime('%H:%M:%S')} {self._prefix}{scrub(text)}", file=sys.stderr, flush=True)  # noqa: T201
 
     def launch(self, index: int, total: int, variant: str) -> None:
         self._prefix = f"launch {index + 1}/{total} {variant}: "
@@ -106,10 +108,10 @@ class RichReporter:
 
     def waiting(self, text: str) -> None:
         if self._phase is not None:
-            self._progress.update(self._phase, text=text[:60])
+            self._progress.update(self._phase, text=scrub(text)[:60])
 
     def note(self, text: str) -> None:
-        self._progress.console.print(f"{self._prefix}{text}", markup=False, highlight=False)
+        self._progress.console.print(f"{self._prefix}{scrub(text)}", markup=False, highlight=False)
 
     def close(self) -> None:
         self._prefix = ""

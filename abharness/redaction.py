@@ -1,17 +1,44 @@
-"""Values on their way to disk or to a screen: secrets hidden, bytes that are no UTF-8 escaped."""
+"""Values on their way to disk or to a screen: secrets hidden, bytes that are no UTF-8 escaped.
+
+A secret is known by the name of what holds it (a variable, a key, an argument), by its shape (`hf_...`, the password
+in a URL), and once it was seen under such a name by itself: `remember` it, and `scrub` finds it in any text, as in a
+server's log that echoes it. Only the standard library is needed here: the probe takes this file into servers.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
-from collections.abc import Mapping
+import shlex
+import urllib.parse
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 SECRET_NAME = re.compile(
-    r"(^|_)(API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH|CREDENTIAL|KEY|PASS|PASSWD|PASSWORD|SECRET|TOKEN)S?(_|$)",
+    r"(^|[_.\-])(AUTH|KEY|PASS|PAT|TOKEN)S?([_.\-]|$)|[_.\-]PWD$"
+    r"|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTHORI[SZ]ATION|CREDENTIAL|PASSW(OR)?D|PASSPHRASE|SECRET|AUTHTOKEN",
     re.IGNORECASE,
 )
-_URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_URL_LOGIN = re.compile(r"(://)([^/\s:@'\"]*)(:?)([^/\s@'\"]*)@")
+_SHAPES = re.compile(
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[opsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|xox[abp]-[\w-]{10,}|AKIA[0-9A-Z]{16}|(?<=Bearer )[\w.~+/-]{8,}=*)"
+)
+_SHAPE_STARTS = ("hf_", "sk-", "gh", "glpat-", "xox", "AKIA", "Bearer ")
+
+_SIZE = re.compile(r"\d+(\.\d+)?[kKmMgG]?")
+"""As in `--max-num-batched-tokens 8k`, which is no secret."""
+
+SHORTEST = 6
+"""Characters of the shortest secret that is looked for by itself: `1` or `EMPTY` stand everywhere."""
+
+UNBOUNDED = 16
+"""From so many characters on a secret is found inside a longer word too; a shorter one might be part of a digest."""
+
+_known: dict[str, str] = {}
 
 
 def printable(text: str) -> str:
@@ -19,11 +46,79 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
+def _digest(value: str) -> str:
+    return f"<redacted {hashlib.sha256(value.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}>"
+
+
+def remember(values: Iterable[str]) -> None:
+    """Have secrets hidden from now on wherever they stand; such as are no more than a number or a word are not."""
+    for value in values:
+        # What stands in records as it is (a digit, a name, a folder) cannot be hidden without spoiling them.
+        plain = re.fullmatch(r"[a-z_]{1,11}|[0-9.]{1,11}|[0-9a-f]{1,11}", value) is not None
+        if len(value) < SHORTEST or plain or (value.startswith("/") and Path(value).exists()):
+            continue
+        shown = _digest(value)
+        quoted = json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]
+        for form in (value, printable(value), *quoted, shlex.quote(value), urllib.parse.quote(value, safe="")):
+            _known[form] = shown
+
+
+def secrets_of(env: Mapping[str, str | None], argv: Sequence[str] = ()) -> list[str]:
+    """The secrets in an environment and in arguments."""
+    found = [value for name, value in env.items() if value and SECRET_NAME.search(name)]
+    for value in (*env.values(), *argv):
+        found += [match[4] or match[2] for match in _URL_LOGIN.finditer(value or "")]
+    return found + [argv[place].partition("=")[2] or argv[place] for place in _secret_places(argv)]
+
+
+def scrub(text: str) -> str:
+    """The text without any secret that is remembered or has the shape of one."""
+    for form in sorted((form for form in _known if form in text), key=len, reverse=True):
+        pattern = re.escape(form)
+        text = re.sub(pattern if len(form) >= UNBOUNDED else rf"(?<![\w]){pattern}(?![\w])", _known[form], text)
+    return _shaped(text)
+
+
+def _shaped(text: str) -> str:
+    if "://" in text and "@" in text:
+        text = _URL_LOGIN.sub(lambda found: f"{found[1]}{found[2] + ':' if found[3] else ''}<redacted>@", text)
+    if any(start in text for start in _SHAPE_STARTS):
+        text = _SHAPES.sub(lambda found: _digest(found[0]), text)
+    return text
+
+
+def scrub_data(data: Any) -> Any:
+    """JSON data with every text in it scrubbed."""
+    if isinstance(data, dict):
+        return {scrub(key): scrub_data(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [scrub_data(value) for value in data]
+    return scrub(data) if isinstance(data, str) else data
+
+
+def scrub_file(path: Path) -> None:
+    """Scrub a text file in place, line by line; one that holds no secret is left as it is.
+
+    Raises:
+        OSError: It cannot be read or replaced.
+    """
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="surrogateescape", newline="") as lines:
+        if not any(scrub(line) != line for line in lines):
+            return
+        lines.seek(0)
+        clean = path.with_name(f".{path.name}.clean")
+        with clean.open("w", encoding="utf-8", errors="surrogateescape", newline="") as out:
+            out.writelines(scrub(line) for line in lines)
+            out.flush()
+            os.fsync(out.fileno())
+    clean.replace(path)
+
+
 def hidden(name: str, value: str) -> str:
     """A variable's value as it may be written: a secret shows a digest, so that equal ones are still seen as equal."""
-    if SECRET_NAME.search(name):
-        return f"<redacted {hashlib.sha256(value.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}>"
-    return printable(_URL_PASSWORD.sub(r"\1<redacted>@", value))
+    return _digest(value) if SECRET_NAME.search(name) else printable(scrub(value))
 
 
 def redact_data(data: Any, name: str = "") -> Any:
@@ -38,3 +133,46 @@ def redact_data(data: Any, name: str = "") -> Any:
 def redact(env: Mapping[str, str]) -> dict[str, str]:
     """An environment as it may be written."""
     return {printable(name): hidden(name, value) for name, value in env.items()}
+
+
+def redact_argv(argv: Sequence[str]) -> list[str]:
+    """Arguments as they may be written: `--api-key X`, `--api-key=X`, JSON with such a key, URLs with a password."""
+    places = set(_secret_places(argv))
+    shown = []
+    for place, arg in enumerate(argv):
+        flag, equals, value = arg.partition("=")
+        if place not in places:
+            shown.append(_redacted_json(arg))
+        elif equals and arg.startswith("-"):
+            shown.append(f"{flag}={_digest(value)}")
+        else:
+            shown.append(_digest(arg))
+    return shown
+
+
+def _secret_places(argv: Sequence[str]) -> list[int]:
+    """Where in the arguments the values of secret ones stand."""
+    places = []
+    secret = False
+    for place, arg in enumerate(argv):
+        flag, equals, value = arg.partition("=")
+        if arg.startswith("--"):
+            named = SECRET_NAME.search(flag.lstrip("-")) is not None
+            secret = named and not equals
+            if named and equals and not _SIZE.fullmatch(value):
+                places.append(place)
+        elif secret and not _SIZE.fullmatch(arg):
+            places.append(place)
+    return places
+
+
+def _redacted_json(arg: str) -> str:
+    start = arg.find("{")
+    if start < 0:
+        return printable(scrub(arg))
+    try:
+        data = json.loads(arg[start:])
+    except (ValueError, RecursionError):
+        return printable(scrub(arg))
+    clean = redact_data(data)
+    return printable(scrub(arg)) if clean == data else arg[:start] + json.dumps(clean)

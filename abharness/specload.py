@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from abharness import yamlload
+from abharness import redaction, yamlload
 from abharness.errors import SpecError, UsageError
 from abharness.metrics import METRICS
 from abharness.plan import trace_shapes
@@ -64,6 +64,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> ExperimentSpec:
 def parse_spec(text: str, source: str, overrides: Sequence[str] = ()) -> ExperimentSpec:
     """The same for a text; `source` is the name used in messages."""
     located = yamlload.load(text, source)
+    _remember_secrets(located, overrides)
     if located.data is not None or not located.problems:
         for assignment in overrides:
             yamlload.override(located, assignment)
@@ -74,6 +75,7 @@ def parse_spec(text: str, source: str, overrides: Sequence[str] = ()) -> Experim
         raise SpecError(
             [f"{source}:1: an experiment is a mapping with experiment, server, variants, ...; found {found}"]
         )
+    _remember_secrets(located, ())
     problems = located.problems + _text_problems(located)
     spec: ExperimentSpec | None = None
     try:
@@ -86,6 +88,14 @@ def parse_spec(text: str, source: str, overrides: Sequence[str] = ()) -> Experim
     if spec is None or problems:
         raise SpecError(problems or ["the experiment could not be read"])
     return spec
+
+
+def _remember_secrets(located: yamlload.Located, overrides: Sequence[str]) -> None:
+    """A spec that cannot be run is told with what was found in it: its secrets must not be."""
+    pairs = [assignment.partition("=")[::2] for assignment in overrides]
+    pairs += [(str(path[-1]), origin.text or "") for path, origin in located.origins.items() if path]
+    argv = [word for path, origin in located.origins.items() if "serve_args" in path for word in origin.words]
+    redaction.remember(redaction.secrets_of(dict(pairs), argv))
 
 
 def spec_warnings(spec: ExperimentSpec) -> list[Finding]:
