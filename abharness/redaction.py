@@ -64,11 +64,29 @@ def remember(values: Iterable[str]) -> None:
 
 
 def secrets_of(env: Mapping[str, str | None], argv: Sequence[str] = ()) -> list[str]:
-    """The secrets in an environment and in arguments."""
+    """The secrets in an environment and in arguments, those inside JSON and URLs too."""
     found = [value for name, value in env.items() if value and SECRET_NAME.search(name)]
     for value in (*env.values(), *argv):
         found += [match[4] or match[2] for match in _URL_LOGIN.finditer(value or "")]
+        found += _secrets_in(_json_in(value or ""))
     return found + [argv[place].partition("=")[2] or argv[place] for place in _secret_places(argv)]
+
+
+def _secrets_in(data: Any, name: str = "") -> list[str]:
+    if isinstance(data, dict):
+        return [secret for key, value in data.items() for secret in _secrets_in(value, str(key))]
+    if isinstance(data, list):
+        return [secret for value in data for secret in _secrets_in(value, name)]
+    return [data] if isinstance(data, str) and SECRET_NAME.search(name) else []
+
+
+def _json_in(text: str) -> Any:
+    """The JSON object that a text ends with (`{...}`, `--option={...}`), or None."""
+    start = text.find("{")
+    try:
+        return json.loads(text[start:]) if start >= 0 else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def scrub(text: str) -> str:
@@ -117,8 +135,11 @@ def scrub_file(path: Path) -> None:
 
 
 def hidden(name: str, value: str) -> str:
-    """A variable's value as it may be written: a secret shows a digest, so that equal ones are still seen as equal."""
-    return _digest(value) if SECRET_NAME.search(name) else printable(scrub(value))
+    """A variable's value as it may be written: a secret shows a digest, so that equal ones are still seen as equal.
+
+    What is remembered plays no part: the probe hides the same value in another process, and the two are compared.
+    """
+    return _digest(value) if SECRET_NAME.search(name) else printable(_shaped(value))
 
 
 def redact_data(data: Any, name: str = "") -> Any:
@@ -167,12 +188,6 @@ def _secret_places(argv: Sequence[str]) -> list[int]:
 
 
 def _redacted_json(arg: str) -> str:
-    start = arg.find("{")
-    if start < 0:
-        return printable(scrub(arg))
-    try:
-        data = json.loads(arg[start:])
-    except (ValueError, RecursionError):
-        return printable(scrub(arg))
+    data = _json_in(arg)
     clean = redact_data(data)
-    return printable(scrub(arg)) if clean == data else arg[:start] + json.dumps(clean)
+    return printable(_shaped(arg)) if clean == data else arg[: arg.find("{")] + json.dumps(clean)

@@ -24,7 +24,7 @@ from abharness.load import Questions, RunContext
 from abharness.plan import Plan, recorded_hash
 from abharness.progress import Reporter
 from abharness.record import LaunchRecord, RunRecord, Variant
-from abharness.redaction import hidden, redact_argv, scrub_file
+from abharness.redaction import hidden, redact_argv, scrub_data, scrub_file
 from abharness.runs import LAUNCH_FILE, LOG_FILE, RUN_FILE, launches_dir
 from abharness.signals import signals_interrupt
 from abharness.spec import ExperimentSpec, Gsm8kWorkload
@@ -201,7 +201,7 @@ def _redacted_spec(spec: ExperimentSpec) -> dict[str, Any]:
     for holder in (data["server"], *data["variants"].values()):
         holder["env"] = {name: None if value is None else hidden(name, value) for name, value in holder["env"].items()}
         holder["serve_args"] = redact_argv(holder["serve_args"])
-    return data
+    return dict(scrub_data(data))
 
 
 def _set_aside(folder: Path, run_dir: Path) -> None:

@@ -92,10 +92,19 @@ def parse_spec(text: str, source: str, overrides: Sequence[str] = ()) -> Experim
 
 def _remember_secrets(located: yamlload.Located, overrides: Sequence[str]) -> None:
     """A spec that cannot be run is told with what was found in it: its secrets must not be."""
-    pairs = [assignment.partition("=")[::2] for assignment in overrides]
-    pairs += [(str(path[-1]), origin.text or "") for path, origin in located.origins.items() if path]
+    pairs = [(str(path[-1]), origin) for path, origin in located.origins.items() if path]
+    for assignment in overrides:
+        # The `=` that is missing may be what is to be told.
+        name, _, value = (assignment if "=" in assignment else assignment.replace(" ", "=", 1)).partition("=")
+        pairs.append((name, yamlload.Origin("", value)))
+    found = [
+        text
+        for name, origin in pairs
+        for text in (origin.text or "", *origin.words)
+        if redaction.SECRET_NAME.search(name)
+    ]
     argv = [word for path, origin in located.origins.items() if "serve_args" in path for word in origin.words]
-    redaction.remember(redaction.secrets_of(dict(pairs), argv))
+    redaction.remember([*found, *redaction.secrets_of({}, argv)])
 
 
 def spec_warnings(spec: ExperimentSpec) -> list[Finding]:
