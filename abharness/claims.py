@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from abharness import locks, procfs
+from abharness import locks, procfs, redaction
 from abharness.base import Model
 from abharness.errors import RecordError, TeardownError, UsageError
 from abharness.resources import SharedMemory, port_problem
@@ -41,8 +41,8 @@ POLL_S = 0.1
 CLEARING_S = 120.0
 """Longest wait for another process that is clearing the same folder."""
 
-GRACE_S = 15.0
-"""How long each signal is given; as in an orderly stop."""
+GRACE_S = 5.0
+"""How long each signal is given: nobody waits for an orderly end any more."""
 
 
 class HeldLaunch(Model):
@@ -54,6 +54,8 @@ class HeldLaunch(Model):
         known: The same of all its processes seen so far.
         shared_before: Names in /dev/shm before the launch.
         shared_used: Names in /dev/shm that its processes were seen to use.
+        log: Its log in the scratch folder.
+        keep_log: Where that is to be kept.
     """
 
     sentinel: tuple[str, str]
@@ -63,6 +65,8 @@ class HeldLaunch(Model):
     known: list[tuple[int, int]]
     shared_before: list[str]
     shared_used: list[str]
+    log: str
+    keep_log: str
 
 
 class Claim(Model):
@@ -130,9 +134,15 @@ def one_run_at_a_time(run_dir: Path, scratch: Path) -> Iterator[Path | None]:
         The scratch folder of a harness that died while it held this run folder, or None.
 
     Raises:
-        UsageError: Another run holds it.
+        UsageError: Another run holds it, or nothing can be written there.
     """
     path = run_dir / LOCK_FILE
+    try:
+        path.touch()
+    except OSError as error:
+        raise UsageError(
+            f"cannot write in {run_dir}: {error.strerror}", hint="make it writable, or free some space"
+        ) from error
     with locks.held(path) as lock:
         if lock is None:
             raise UsageError(f"{run_dir} is in use by another abharness run", hint="wait for it to end")
@@ -250,11 +260,23 @@ def _stop(sentinel: tuple[str, str], launch: HeldLaunch | None, say: Callable[[s
     tree.adopt_carriers()
     if found := tree.remaining():
         say(f"a killed run left launch {sentinel[1]} running: stopping {_named(tree, found)}")
+    for pid, _ in found:
+        # They end now, and what they were started with is to be hidden in their log.
+        redaction.remember(redaction.secrets_of(procfs.read_environ(pid).variables, procfs.arguments(pid)))
     shared.note(pid for pid, _ in found)
     tree.end(ORDERLY, GRACE_S)
     shared.remove()
+    if launch is not None:
+        _keep_log(Path(launch.log), Path(launch.keep_log))
     problems = [f"{_named(tree, [one])} is still there" for one in tree.remaining()]
     return problems + (port_problem(launch.host, launch.port, GRACE_S) if found and launch else [])
+
+
+def _keep_log(log: Path, kept: Path) -> None:
+    redaction.remember(redaction.secrets_of(os.environ))
+    with contextlib.suppress(OSError):  # a full disk, a folder that is gone: it is no reason to leave processes
+        if kept.parent.is_dir() and not kept.exists():
+            redaction.scrubbed_copy(log, kept)
 
 
 def _named(tree: ProcessTree, keys: list[tuple[int, int]]) -> str:

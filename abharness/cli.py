@@ -6,6 +6,7 @@ Heavy imports happen inside the commands: `abharness --help` needs neither an HT
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -59,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # A full disk or a missing permission: the path is what the user needs.
         _say(f"error: {error}")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            _say(
+                "hint: free some space or make the folder writable; abharness run --resume goes on from what was measured"
+            )
         return 5
     except Exception as error:
         # Left to Python it would exit with 1, which says that a regression was called.

@@ -91,6 +91,8 @@ class PlannedLaunch:
         probe_dir: Where its processes report about themselves.
         probe_absent: Why the probe cannot be brought into it, or None.
         trace_dir: Where its profiler writes; nothing is there unless the spec asks for a trace.
+        log_path: Where it writes its log while it runs: a results folder may be on a slow disk, and a server that
+            waits for its log answers late.
     """
 
     index: int
@@ -108,6 +110,7 @@ class PlannedLaunch:
     probe_dir: Path
     probe_absent: str | None
     trace_dir: Path
+    log_path: Path
 
     @property
     def label(self) -> str:
@@ -211,6 +214,7 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
         probe_dir=home / "probe",
         probe_absent=absent,
         trace_dir=home / "traces",
+        log_path=home / "server.log",
     )
 
 

@@ -277,14 +277,17 @@ def _uid(pid: int) -> int | None:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments as they stand now (a renamed process shows its title); empty when they cannot be read."""
+    """The arguments as they stand now (a renamed process shows its title), secrets hidden; empty: cannot be read."""
+    return redact_argv(arguments(pid))
+
+
+def arguments(pid: int) -> list[str]:
+    """The same with their secrets."""
     try:
         raw = (PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
         return []
-    return redact_argv(
-        [part.decode("utf-8", "surrogateescape") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
-    )
+    return [part.decode("utf-8", "surrogateescape") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
 
 
 def title(pid: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shlex
 import urllib.parse
@@ -114,24 +113,24 @@ def scrub_data(data: Any) -> Any:
     return scrub(data) if isinstance(data, str) else data
 
 
-def scrub_file(path: Path) -> None:
-    """Scrub a text file in place, line by line; one that holds no secret is left as it is.
+def scrubbed_copy(source: Path, target: Path) -> None:
+    """Copy a text file, scrubbed line by line; the target is written whole or not at all.
 
     Raises:
-        OSError: It cannot be read or replaced.
+        OSError: One cannot be read, or the other not written.
     """
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="surrogateescape", newline="") as lines:
-        if not any(scrub(line) != line for line in lines):
-            return
-        lines.seek(0)
-        clean = path.with_name(f".{path.name}.clean")
-        with clean.open("w", encoding="utf-8", errors="surrogateescape", newline="") as out:
+    part = target.with_name(f".{target.name}.part")
+    try:
+        with (
+            source.open(encoding="utf-8", errors="surrogateescape", newline="") as lines,
+            part.open("w", encoding="utf-8", errors="surrogateescape", newline="") as out,
+        ):
             out.writelines(scrub(line) for line in lines)
-            out.flush()
-            os.fsync(out.fileno())
-    clean.replace(path)
+        part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        error.filename = error.filename or str(target)
+        raise
 
 
 def hidden(name: str, value: str) -> str:

@@ -24,8 +24,8 @@ from abharness.load import Questions, RunContext
 from abharness.plan import Plan, recorded_hash
 from abharness.progress import Reporter
 from abharness.record import LaunchRecord, RunRecord, Variant
-from abharness.redaction import hidden, redact_argv, scrub_data, scrub_file
-from abharness.runs import LAUNCH_FILE, LOG_FILE, RUN_FILE, launches_dir
+from abharness.redaction import hidden, redact_argv, scrub_data
+from abharness.runs import LAUNCH_FILE, RUN_FILE, launches_dir
 from abharness.signals import signals_interrupt
 from abharness.spec import ExperimentSpec, Gsm8kWorkload
 from abharness.storage import read_model, write_model
@@ -211,7 +211,4 @@ def _set_aside(folder: Path, run_dir: Path) -> None:
     attempts = run_dir / "attempts"
     attempts.mkdir(exist_ok=True)
     number = sum(path.name.startswith(f"{folder.name}.") for path in attempts.iterdir())
-    aside = attempts / f"{folder.name}.{number + 1}"
-    folder.rename(aside)
-    # Of a launch that was killed nobody has done it yet.
-    scrub_file(aside / LOG_FILE)
+    folder.rename(attempts / f"{folder.name}.{number + 1}")

@@ -243,8 +243,12 @@ class VllmServer:
         """`(pid, start_ticks)` of every process ever seen in the tree."""
         return list(self._tree.known)
 
-    def held(self) -> HeldLaunch:
-        """What the launch holds of the machine by now, for whoever has to clear it away should this process die."""
+    def held(self, keep_log: Path) -> HeldLaunch:
+        """What the launch holds of the machine by now, for whoever has to clear it away should this process die.
+
+        Args:
+            keep_log: Where its log is to be kept then.
+        """
         return HeldLaunch(
             sentinel=self.command.sentinel,
             host=self.command.host,
@@ -253,6 +257,8 @@ class VllmServer:
             known=self.known(),
             shared_before=sorted(self._shared.before),
             shared_used=sorted(self._shared.used),
+            log=str(self.command.log_path),
+            keep_log=str(keep_log.absolute()),
         )
 
     def alive(self) -> str | None:
@@ -319,11 +325,15 @@ class VllmServer:
 
     def cache_evidence(self) -> list[CacheEvidence]:
         """What each cache directory holds now."""
-        return [measure_cache(one, self._started_wall) for one in self._caches]
+        return [measure_cache(one, self._since_wall()) for one in self._caches]
 
     def defaults_touched(self) -> list[str]:
         """Files below the watched default cache locations that changed since the start; the walk is bounded."""
-        return changed_files(self.command.watched_defaults, self._started_wall)
+        return changed_files(self.command.watched_defaults, self._since_wall())
+
+    def _since_wall(self) -> float:
+        """The start on the clock that gives files their times; earlier, where that was set back since."""
+        return min(self._started_wall, time.time() - (time.monotonic() - self._started))
 
     def leftovers(self) -> list[str]:
         """Shared-memory names that appeared during the launch and could not be proven its own."""

@@ -44,12 +44,24 @@ def write_model(path: Path, model: Model) -> None:
 
 
 def append_lines(path: Path, lines: Sequence[Model]) -> None:
-    """Append records as JSON lines and sync: lines written before a crash stay whole."""
+    """Append records as JSON lines and sync: lines written before a crash stay whole.
+
+    Raises:
+        OSError: With the path in it; the file is as it was.
+    """
     text = "".join(json.dumps(scrub_data(line.model_dump(mode="json")), allow_nan=False) + "\n" for line in lines)
-    with path.open("a", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
+    with path.open("ab", buffering=0) as out:
+        before = out.tell()
+        try:
+            # Unbuffered: what does not fit is not tried again when the file is closed.
+            rest = memoryview(text.encode("utf-8", errors="backslashreplace"))
+            while rest:
+                rest = rest[out.write(rest) :]
+            os.fsync(out.fileno())
+        except OSError as error:
+            out.truncate(before)
+            error.filename = error.filename or str(path)
+            raise
 
 
 M = TypeVar("M", bound=Model)
