@@ -41,6 +41,11 @@ class AbharnessError(Exception):
         self.code = code
 
 
+def first_line(error: BaseException) -> str:
+    """What another library says of an error, on one line; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 class UsageError(AbharnessError):
     """The command line, a folder or a file given to a command cannot be used."""
 

@@ -81,7 +81,8 @@ class _Export:
         }
         self._strings: dict[int, str] = {}
         if self._columns.get("StringIds", set()) >= {"id", "value"}:
-            self._strings = dict(database.execute("SELECT id, value FROM StringIds"))
+            rows = database.execute("SELECT id, value FROM StringIds")
+            self._strings = {number: text for number, text in rows if isinstance(number, int) and isinstance(text, str)}
         self._rows = Assembler()
         self._problems: list[str] = []
         self._unusable: dict[str, int] = {}

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from abharness.atomic import replacing
 from abharness.base import Model
-from abharness.errors import NewerRecord, RecordError
+from abharness.errors import NewerRecord, RecordError, first_line
 from abharness.record import SCHEMA_VERSION
 from abharness.redaction import scrub, scrub_data
 
@@ -161,6 +161,6 @@ def read_lines(path: Path, kind: type[M]) -> tuple[list[M], list[str]]:
         try:
             records.append(kind.model_validate(_loads(line)))
         except (ValueError, RecursionError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             warnings.append(f"{path}:{number}: line dropped: {reason}")
     return records, warnings

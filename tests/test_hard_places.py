@@ -65,7 +65,7 @@ def completed(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.usefixtures("no_space_needed")
-@pytest.mark.parametrize("pages", [3, 6, 9, 16, 24, 36, 48])
+@pytest.mark.parametrize("pages", [3, 9, 16, 24])
 def test_a_disk_that_fills_up_loses_nothing_measured_and_leaves_nothing_running(
     pages: int, disk: Disk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,24 +73,18 @@ def test_a_disk_that_fills_up_loses_nothing_measured_and_leaves_nothing_running(
     argv = ["run", str(spec_file(tmp_path)), "-o", str(disk.folder), *SMALL]
     code = main(argv)
     err = capsys.readouterr().err
-    print(pages, code, err[-300:])
-    if code not in (0, 1, 3):
-        assert code in (2, 4, 5)
-        assert "No space left on device" in err
-        assert str(disk.folder) in err, "the path is what has to be known"
-        assert "hint: " in err
+    assert code == 5, err
+    assert "No space left on device" in err
+    assert str(disk.folder) in err, "the path is what has to be known"
+    assert "hint: free some space" in err
     assert leftovers() == []
     kept = completed(disk.folder)
-    lines = {path: read_lines_raw(path) for path in disk.folder.rglob("*.jsonl")}
-    assert all(raw.endswith(b"\n") or not raw for raw in lines.values()), "no half line is left"
+    lines = [path.read_bytes() for path in disk.folder.rglob("*.jsonl")]
+    assert all(raw.endswith(b"\n") or not raw for raw in lines), "no half line is left"
     disk.change("size=64m")
-    assert main([*argv, "--resume"]) in (0, 1, 3) or (code == 2 and main(argv) in (0, 1, 3)), capsys.readouterr().err
+    assert main([*argv, "--resume"]) in (0, 1, 3), capsys.readouterr().err
     assert {path: path.read_bytes() for path in kept} == kept
     assert len(completed(disk.folder)) == 2
-
-
-def read_lines_raw(path: Path) -> bytes:
-    return path.read_bytes()
 
 
 def test_lines_that_do_not_fit_are_not_begun(disk: Disk) -> None:

@@ -98,6 +98,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--at", action="append", metavar="REGEX[+S]", help="these points, in this order: a line on stderr"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="for the runs; emptied first; a short path")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.folder, ignore_errors=True)
@@ -106,7 +109,11 @@ def main() -> int:
     print("| point | last line said | killed | processes | clear after | kept | outcome |")
     print("| --- | --- | --- | ---: | ---: | --- | --- |", flush=True)
     problems = []
-    for number, point in enumerate(points(arguments.points, arguments.seed)):
+    chosen = [
+        Point(line=line, delay_s=float(delay or 0))
+        for line, _, delay in (at.partition("+") for at in arguments.at or ())
+    ]
+    for number, point in enumerate(chosen or points(arguments.points, arguments.seed)):
         # Of each kind of point half.
         problems += kill(scene, point, guard=number % 4 in (1, 2))
     return 1 if problems + last(scene) else 0
