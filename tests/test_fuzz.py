@@ -111,10 +111,9 @@ def test_texts_of_another_type_in_an_export_name_nothing(tmp_path: Path) -> None
     assert read_trace(path).problem is not None
 
 
-def test_a_column_of_an_export_whose_name_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_damaged_schema_that_sqlite_cannot_even_quote_is_told(tmp_path: Path) -> None:
     path = nsys(tmp_path / "t.sqlite", [decode(1, "gemm")])
-    raw = path.read_bytes()
-    path.write_bytes(raw.replace(b"correlationId", b"correl\xfftionId"))
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE", b"CREATE \xe5ABLE"))
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(path)
 
