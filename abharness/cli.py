@@ -10,14 +10,17 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from abharness import __version__, redaction
+from abharness import __version__
 from abharness.errors import AbharnessError
+from abharness.redaction import remember, screen_safe, secrets_of
 
 if TYPE_CHECKING:
+    from abharness.commands import RunResult
+    from abharness.compare import Comparison
     from abharness.progress import Reporter
 
 EXIT_CODES = """exit codes:
@@ -37,50 +40,68 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    redaction.remember(redaction.secrets_of(os.environ))
+    remember(secrets_of(os.environ))
     arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its escape, not a traceback in place of the report.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = arguments.command(arguments)
-        sys.stdout.flush()
     except KeyboardInterrupt:
         _say("interrupted; what was measured is kept")
-        return 130
-    except BrokenPipeError:
-        # The reader of stdout (`| head`) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _exit_code(KeyboardInterrupt())
     except AbharnessError as error:
         _say(f"error: {error}")
         if error.hint:
             _say(f"hint: {error.hint}")
-        return error.exit_code
+        return _exit_code(error)
     except OSError as error:
         # A full disk or a missing permission: the path is what the user needs.
         _say(f"error: {error}")
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            _say(
-                "hint: free some space or make the folder writable; abharness run --resume goes on from what was measured"
-            )
-        return 5
+            _say("hint: free some space or make the folder writable; --resume goes on from what was measured")
+        return _exit_code(error)
     except Exception as error:
         # Left to Python it would exit with 1, which says that a regression was called.
         import traceback
 
         _say(traceback.format_exc().rstrip())
         _say(f"internal error: {type(error).__name__}; nothing can be concluded from this; please report it as above")
-        return 5
+        return _exit_code(error)
     return code
 
 
+def _exit_code(error: BaseException) -> int:
+    """What a command that ends with this error exits with."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, AbharnessError) else 5
+
+
 def _say(text: str) -> None:
-    print(redaction.scrub(text), file=sys.stderr, flush=True)  # noqa: T201
+    print(screen_safe(text, lines=True), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _out(text: str) -> None:
-    sys.stdout.write(redaction.scrub(text))
+    """Text for people or machines, with what others wrote in it made harmless."""
+    _write(screen_safe(text, lines=True))
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of stdout (`| head`) has seen enough; the exit code still says what came out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _out_report(comparisons: list[Comparison], form: str, color: str, *, all_metrics: bool = False) -> None:
+    """A report; it is harmless by itself, and may be painted."""
+    from abharness import report, terminal
+
+    look = terminal.look_of(sys.stdout, color, os.environ)
+    _write(report.render(comparisons, form, all_metrics=all_metrics, look=look))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +121,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Launch both variants, prove their switches, load them, compare.",
         epilog="example: abharness run experiments/quickstart.yaml\n"
         "example: abharness run experiments/decode.yaml --set server.model=./my-model --dry-run\n"
-        "example: abharness run experiments/decode.yaml --set server.model=./my-model --aa\n\n" + EXIT_CODES,
+        "example: abharness run experiments/decode.yaml --set server.model=./my-model --aa\n"
+        "example: abharness run experiments/quickstart.yaml --json | jq -r 'select(.event == \"finished\").outcome'\n\n"
+        + EXIT_CODES,
         formatter_class=raw,
     )
     _spec_arguments(run)
@@ -121,6 +144,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("results"), help="default: results")
     run.add_argument("--only", metavar="WORKLOAD", action="append", default=[], help="only this workload; repeatable")
+    run.add_argument(
+        "--json",
+        action="store_true",
+        help="instead of the report, one JSON event a line on stdout as it happens; the last is `finished`, with outcome "
+        "and exit code",
+    )
+    _color_argument(run)
     run.set_defaults(command=_run)
 
     verify = commands.add_parser(
@@ -149,11 +179,15 @@ def _parser() -> argparse.ArgumentParser:
         "candidate of the second). Everything is computed again from the raw records. A/A runs (abharness run --aa) in "
         "or beside these folders give the floor below which no change is called.",
         epilog="example: abharness compare results\n"
-        "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n\n" + EXIT_CODES,
+        "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n"
+        "example: abharness compare results --html results.html\n\n" + EXIT_CODES,
         formatter_class=raw,
     )
     compare.add_argument("folders", metavar="DIR", type=Path, nargs="+")
     compare.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="default: text")
+    compare.add_argument(
+        "--html", metavar="FILE", type=Path, help="write one page with plots and answers as well; it needs no network"
+    )
     compare.add_argument("--all-metrics", action="store_true", help="every metric, not only the chief ones")
     compare.add_argument(
         "--allow",
@@ -163,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         help="let a finding pass that cannot matter, as printed: 'undeclared_difference:env.NAME', 'order_confounded', "
         "'client_bound:PLACE'; kept and printed in the result; repeatable",
     )
+    _color_argument(compare)
     compare.set_defaults(command=_compare)
 
     trace = commands.add_parser(
@@ -215,6 +250,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _color_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto: on a terminal, unless NO_COLOR is set or TERM is dumb; elsewhere if FORCE_COLOR is set; default: auto",
+    )
+
+
 def _spec_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     parser.add_argument("spec", metavar="SPEC.yaml", type=Path, nargs="?" if optional else None)
     parser.add_argument(
@@ -228,21 +272,48 @@ def _spec_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) 
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from abharness.progress import make_reporter
+
+    if arguments.json:
+        return _run_for_machines(arguments)
+    done = _run_spec(arguments, lambda: make_reporter(arguments.color))
+    if done is None:
+        return 0
+    _out_report([done.comparison], "text", arguments.color)
+    _say(f"records in {done.run_dir}")
+    return done.comparison.exit_code
+
+
+def _run_for_machines(arguments: argparse.Namespace) -> int:
+    from abharness.eventstream import JsonReporter
+    from abharness.signals import signals_interrupt
+
+    with signals_interrupt(), JsonReporter(sys.stdout, _exit_code) as events:
+        if arguments.dry_run:
+            raise _usage("--dry-run prints a plan for people; leave out --json")
+        done = _run_spec(arguments, lambda: events)
+        assert done is not None
+        events.finished(done.comparison, done.files)
+    return done.comparison.exit_code
+
+
+def _run_spec(arguments: argparse.Namespace, make: Callable[[], Reporter]) -> RunResult | None:
+    """Run as the arguments say; None after a dry run."""
     from abharness import commands
 
-    spec = commands.load(arguments.spec, arguments.overrides, arguments.only, trace=arguments.trace)
-    if arguments.aa:
-        spec = spec.against_itself()
-    for warning in commands.warnings(spec):
-        _say(f"warning: {warning}")
+    spec = commands.load(arguments.spec, arguments.overrides, arguments.only, trace=arguments.trace, aa=arguments.aa)
     if arguments.dry_run:
+        for warning in commands.warnings(spec):
+            _say(f"warning: {warning}")
         _out(commands.dry_run(spec, os.environ))
-        return 0
-    with _reporter() as reporter:
-        done = commands.run(spec, os.environ, output=arguments.output, resume=arguments.resume, reporter=reporter)
-    _out(done.text)
-    _say(f"records in {done.run_dir}")
-    return done.exit_code
+        return None
+    reporter = make()
+    try:
+        for warning in commands.warnings(spec):
+            reporter.warn(warning)
+        return commands.run(spec, os.environ, output=arguments.output, resume=arguments.resume, reporter=reporter)
+    finally:
+        reporter.close()
 
 
 def _verify_env(arguments: argparse.Namespace) -> int:
@@ -256,9 +327,14 @@ def _verify_env(arguments: argparse.Namespace) -> int:
     if attached:
         result = commands.verify_running(arguments.pid, arguments.expect, arguments.expect_unset)
     elif arguments.spec is not None:
+        from abharness.progress import make_reporter
+
         spec = commands.load(arguments.spec, arguments.overrides, [])
-        with _reporter() as reporter:
+        reporter = make_reporter()
+        try:
             result = commands.verify_spec(spec, os.environ, reporter=reporter)
+        finally:
+            reporter.close()
     else:
         result = commands.list_servers()
     _out(result.json if arguments.json else result.text)
@@ -266,10 +342,18 @@ def _verify_env(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from abharness import compare, report
+    from abharness import compare
 
+    if arguments.html is not None and (arguments.html.is_dir() or not arguments.html.parent.is_dir()):
+        raise _usage(f"--html {arguments.html}: expected a file in a folder that exists")
     comparisons = compare.compare_folders(arguments.folders, arguments.allow)
-    _out(report.render(comparisons, arguments.format, all_metrics=arguments.all_metrics))
+    if arguments.html is not None:
+        from abharness import webpage
+        from abharness.storage import write_text_atomic
+
+        write_text_atomic(arguments.html, webpage.render(comparisons))
+        _say(f"page in {arguments.html}")
+    _out_report(comparisons, arguments.format, arguments.color, all_metrics=arguments.all_metrics)
     # The gravest outcome of all: a failed launch, a regression, no verdict, none of them.
     codes = [comparison.exit_code for comparison in comparisons]
     return next((code for code in (4, 1, 3) if code in codes), 0)
@@ -328,19 +412,6 @@ def _usage(message: str) -> AbharnessError:
     from abharness.errors import UsageError
 
     return UsageError(message)
-
-
-class _reporter:  # noqa: N801 - used like a function
-    """The reporter for this terminal, closed at the end whatever happens."""
-
-    def __enter__(self) -> Reporter:
-        from abharness.progress import make_reporter
-
-        self._made = make_reporter()
-        return self._made
-
-    def __exit__(self, *_error: object) -> None:
-        self._made.close()
 
 
 if __name__ == "__main__":

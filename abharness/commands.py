@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abharness import claims, compare, guard, inspection, prepare, probe, redaction, report
+from abharness import claims, compare, guard, inspection, prepare, probe, redaction, report, webpage
 from abharness.errors import UsageError
+from abharness.failures import COMMAND_TITLE, command_lines, last_words, what_happened
 from abharness.plan import Host, Plan, build_plan, describe, launch_order
 from abharness.progress import Reporter
 from abharness.record import EnvironmentCheck
@@ -27,11 +28,11 @@ from abharness.verify import suspicious_values
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Outcome of `abharness run`: the report, its exit code, where the records are."""
+    """Outcome of `abharness run`: the comparison, where the records are, the files made from all of them."""
 
-    text: str
-    exit_code: int
+    comparison: compare.Comparison
     run_dir: Path
+    files: list[Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,9 @@ class VerifyResult:
     exit_code: int
 
 
-def load(path: Path, overrides: Sequence[str], only: Sequence[str], *, trace: bool = False) -> ExperimentSpec:
+def load(
+    path: Path, overrides: Sequence[str], only: Sequence[str], *, trace: bool = False, aa: bool = False
+) -> ExperimentSpec:
     """Read a spec.
 
     Args:
@@ -51,16 +54,19 @@ def load(path: Path, overrides: Sequence[str], only: Sequence[str], *, trace: bo
         overrides: `--set` assignments.
         only: Workloads to keep; none keeps all.
         trace: Ask for a trace, with the defaults where the spec does not.
+        aa: Make it the A/A of this experiment.
 
     Raises:
         SpecError: The spec cannot be run.
         UsageError: A workload named by `only` is not in it.
     """
-    spec = load_spec(path, overrides)
+    spec = load_spec(path, overrides, aa=aa)
     for variant in VARIANTS:
         redaction.remember(redaction.secrets_of(spec.merged_env(variant), spec.merged_args(variant)))
     if trace and spec.traced is None:
-        spec = load_spec(path, [*overrides, "trace={}"])
+        spec = load_spec(path, [*overrides, "trace={}"], aa=aa)
+    if aa:
+        spec = spec.against_itself()
     if not only:
         return spec
     names = [workload.name for workload in spec.workloads]
@@ -115,7 +121,7 @@ def run(
         if earlier is not None:
             claims.clear_dead(earlier, reporter.note)
         _execute(spec, build_plan(spec, host), host, claim, run_dir, reporter)
-        return _report(run_dir)
+        return _report(run_dir, reporter)
 
 
 @contextlib.contextmanager
@@ -127,7 +133,14 @@ def _claimed(host: Host) -> Iterator[claims.Holding]:
 
 
 def _execute(
-    spec: ExperimentSpec, plan: Plan, host: Host, claim: claims.Holding, run_dir: Path, reporter: Reporter
+    spec: ExperimentSpec,
+    plan: Plan,
+    host: Host,
+    claim: claims.Holding,
+    run_dir: Path,
+    reporter: Reporter,
+    *,
+    kept: bool = True,
 ) -> None:
     Runner(
         spec,
@@ -137,15 +150,27 @@ def _execute(
         reporter=reporter,
         versions=prepare.server_versions(plan),
         hold=claim.note,
+        kept=kept,
     ).run()
 
 
-def _report(run_dir: Path) -> RunResult:
+def _report(run_dir: Path, reporter: Reporter) -> RunResult:
     (comparison,) = compare.compare_folders([run_dir])
-    text = report.render([comparison], "text")
-    write_text_atomic(run_dir / "comparison.json", report.render([comparison], "json"))
-    write_text_atomic(run_dir / "report.md", report.render([comparison], "markdown"))
-    return RunResult(text, comparison.exit_code, run_dir)
+    written = {"comparison.json": "json", "report.md": "markdown"}
+    for name, form in written.items():
+        write_text_atomic(run_dir / name, report.render([comparison], form))
+    files = [run_dir / name for name in written]
+    page = run_dir / "report.html"
+    try:
+        write_text_atomic(page, webpage.render([comparison]))
+        files.append(page)
+    except Exception as error:
+        # A picture that cannot be drawn must not cost the verdict, nor pass unnoticed.
+        reporter.warn(
+            f"no {page}: {type(error).__name__}: {error}; everything measured is on disk, and abharness compare with "
+            "--html makes the page again"
+        )
+    return RunResult(comparison, run_dir, files)
 
 
 def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: Reporter) -> VerifyResult:
@@ -172,7 +197,7 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
         plan = build_plan(idle, host)
         for planned in plan.launches:
             # One at a time: a variant that fails must not keep the other from being checked.
-            _execute(idle, Plan(plan.config_hash, (planned,)), host, claim, run_dir, reporter)
+            _execute(idle, Plan(plan.config_hash, (planned,)), host, claim, run_dir, reporter, kept=False)
         texts: list[str] = []
         data: list[dict[str, Any]] = []
         codes: list[int] = []
@@ -184,7 +209,10 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
                 texts.append(inspection.check_text(f"{planned.variant} {check.when}", check))
                 codes.append(_check_code(check))
             if error:
-                texts.append(f"{planned.variant}\n  {error.kind} in phase {error.phase}: {error.message}\n")
+                texts.append(f"{planned.variant}\n  {what_happened(error)}\n")
+                texts += [f"  {line}\n" for line in last_words(error)]
+                if error.command:
+                    texts.append("\n".join([f"{planned.variant}, {COMMAND_TITLE}", *command_lines(error.command), ""]))
                 codes.append(3 if error.code == "env_unverifiable" else 4)
             data.append(
                 {

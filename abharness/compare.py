@@ -39,7 +39,17 @@ from abharness.plan import recorded_hash
 from abharness.record import Finding, Variant
 from abharness.runs import CellKey, Run, find_aa_runs, find_runs, read_run
 from abharness.spec import VARIANTS, ExperimentSpec
-from abharness.validity import Seen, Side, differences, failed_launches, launch_findings, order_findings, time_positions
+from abharness.validity import (
+    FailedLaunch,
+    Seen,
+    Side,
+    differences,
+    failed_launches,
+    failures,
+    launch_findings,
+    order_findings,
+    time_positions,
+)
 from abharness.waivers import Waiver, parse_waivers, quoted, stands, used, waived, watermark
 
 Outcome = Literal["no regression", "regression", "no verdict", "launch failed"]
@@ -54,7 +64,9 @@ class Comparison:
     """The whole result of one experiment.
 
     Attributes:
+        created_at: When its first run was made: ISO 8601, UTC.
         launches: (completed, planned) by variant.
+        failures: Launches that did not complete.
         effects: Each declared difference with what proves that the server acts on it.
         kernels: Which kernels ran in each traced phase.
         codes: Invalidating codes, each once, in order of finding.
@@ -67,8 +79,10 @@ class Comparison:
     experiment: str
     question: str
     config_hash: str
+    created_at: str
     sources: tuple[str, ...]
     launches: dict[Variant, tuple[int, int]]
+    failures: tuple[FailedLaunch, ...]
     switches: dict[str, dict[Variant, str | None]]
     effects: tuple[Effect, ...]
     kernels: tuple[PhaseKernels, ...]
@@ -246,7 +260,8 @@ def compare_runs(
     kernels = compare_kernels({side.variant: [launch.executed for launch in side.launches] for side in sides})
     acted = effects(sides, spec, kernels)
     shown = [row.call for cell in cells for row in cell.rows if row.decisive] + [item.call for item in accuracy]
-    whole += effect_findings(acted, kernels, difference_shown=any(call in ("better", "worse") for call in shown))
+    if all(side.launches for side in sides):
+        whole += effect_findings(acted, kernels, difference_shown=any(call in ("better", "worse") for call in shown))
     found = [*whole, *cell_seen, *answer_seen]
     invalid = [item for item in found if stands(item, waivers)]
     accepted = [item for item in found if waived(item, waivers)]
@@ -280,8 +295,10 @@ def compare_runs(
         experiment=spec.experiment,
         question=spec.question,
         config_hash=first.record.config_hash,
+        created_at=first.record.created_at,
         sources=sources,
         launches={side.variant: (len(side.launches), side.planned) for side in sides},
+        failures=failures(sides),
         switches=spec.switches(),
         effects=tuple(acted),
         kernels=kernels,
@@ -406,11 +423,13 @@ def _notes(sides: list[Side], spec: ExperimentSpec, cells: list[Cell]) -> tuple[
         alpha, effect = spec.design.alpha, spec.design.min_effect
         needed = stats.launches_needed(max(noises), effect, alpha)
         many = f"more than {stats.MOST_LAUNCHES}" if needed is None else f"{needed}"
-        shown = stats.detectable_effect(max(noises), least, alpha)
-        reach = "none that would be believable" if shown is None else f"about {shown:.1%} and more"
+        smallest = "none at all"
+        if shown := stats.detectable_effect(max(noises), least, alpha):
+            smallest = f"about {shown:.{0 if shown >= 0.1 else 1}%}"
         notes.append(
-            f"~ means no difference shown. At the noise of the noisiest such cell, n={least} shows differences of {reach} "
-            f"(80% power, before correction); {effect:.0%} would take {many} launches a variant"
+            f"~ means that no difference was shown, not that there is none. Smallest difference that n={least} launches a "
+            f"variant would mostly show (80% power, before correction) in the noisiest cell so marked: {smallest}; for "
+            f"{effect:.0%} it takes {many} launches a variant"
         )
     return tuple(notes)
 

@@ -128,7 +128,6 @@ class LaunchExecution:
         )
         self.ready_s = time.monotonic() - self.started_s
         self.run.hold(vllm.held(self.folder / LOG_FILE))
-        self.run.reporter.note(f"ready after {self.ready_s:.0f} s")
         self.evidence = self.evidence.model_copy(update={"socket_owner_pid": vllm.socket_owner_pid})
         self._verify(vllm, "before_load")
         self._save_server_info()
@@ -169,7 +168,7 @@ class LaunchExecution:
         for finding in judge_kernels(executed, expected, [shape.phase for shape in trace_shapes(self.spec)]):
             if finding.fatal:
                 raise VerificationFailed(finding.message, hint=finding.hint, code=finding.code)
-            self.run.reporter.note(f"{finding.code}: {finding.message}")
+            self.run.reporter.warn(finding.message, finding.code)
 
     def _make_load(self, vllm: server.VllmServer) -> Load:
         self.load = Load(

@@ -216,7 +216,7 @@ class Load:
             )
             self.cells.append(cell)
             for finding in check_cell(cell, traffic.requests):
-                self.run.reporter.note(f"{shape.label}: {finding.code}: {finding.message}")
+                self.run.reporter.warn(f"{shape.label}: {finding.message}", finding.code)
 
     def _keep(self, shape: Shape, repeat: int, requests: Sequence[RequestRecord]) -> None:
         lines = [

@@ -1,4 +1,4 @@
-"""Values on their way to disk or to a screen: secrets hidden, bytes that are no UTF-8 escaped.
+"""Values on their way to disk or to a screen: secrets hidden, bytes that are no UTF-8 and control characters escaped.
 
 A secret is known by the name of what holds it (a variable, a key, an argument), by its shape (`hf_...`, the password
 in a URL), and once it was seen under such a name by itself: `remember` it, and `scrub` finds it in any text, as in a
@@ -37,12 +37,48 @@ SHORTEST = 6
 UNBOUNDED = 16
 """From so many characters on a secret is found inside a longer word too; a shorter one might be part of a digest."""
 
+_CONTROLS = (
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 and C1: escape sequences begin with one of them
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # these turn the direction of text round
+    "\u00ad\u180e\u200b-\u200d\u2028\u2029\u2060-\u2065\u206a-\u206f\ufeff\ufff9-\ufffb"  # not seen, or a line's end
+    "\ud800-\udfff\U000e0000-\U000e007f"
+)
+_UNSAFE = re.compile(f"[\t\n{_CONTROLS}]")
+_UNSAFE_IN_LINES = re.compile(f"[{_CONTROLS}]")
+
 _known: dict[str, str] = {}
+
+
+def screen_safe(text: str, *, lines: bool = False) -> str:
+    """The text scrubbed, and with everything escaped that a terminal would obey: escape sequences, bidi controls.
+
+    Model answers, server logs and records are written by others: none of them may move the cursor, set a title, write
+    the clipboard, or pass for a line of ours.
+
+    Args:
+        text: Anything.
+        lines: The text is of several lines: line ends and tabs stay.
+    """
+    unsafe = _UNSAFE_IN_LINES if lines else _UNSAFE
+    return unsafe.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), scrub(text))
 
 
 def printable(text: str) -> str:
     """The text with bytes that are no UTF-8 escaped in hexadecimal."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def shell_word(text: str) -> str:
+    """The text as one word of a shell (bash, zsh, ksh) that can be shown, copied and pasted on one line."""
+    if not _UNSAFE.search(printable(text)) and printable(text) == text:
+        return shlex.quote(text)
+    raw = text.encode("utf-8", "surrogateescape")
+    return "$'" + "".join(chr(one) if 32 <= one < 127 and one not in b"'\\" else f"\\x{one:02x}" for one in raw) + "'"
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a variable's value may not be written as it is."""
+    return hidden(name, value) != printable(value)
 
 
 def _digest(value: str) -> str:

@@ -1,7 +1,7 @@
 """Comparison -> text, Markdown and JSON. Scaling to readable units happens only here.
 
-A change that was not called prints `~`: its percentage is withheld, so that nobody can quote noise. Remarks are
-numbered footnotes under the table.
+The question and the verdict come first; over several runs, an index of them. A change that was not called prints `~`:
+its percentage is withheld, so that nobody can quote noise. Remarks are numbered footnotes under the table.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
-from abharness import stats
+from abharness import indexview, stats
 from abharness.cells import Cell, Row
 from abharness.codes import CODES, code_of
 from abharness.compare import Comparison
 from abharness.executed import PhaseKernels
+from abharness.failures import COMMAND_TITLE, command_lines, last_words
+from abharness.index import ordered, verdict
 from abharness.kernels import labels
 from abharness.paired import Accuracy, ChangedAnswer
 from abharness.record import Variant
+from abharness.redaction import screen_safe
 from abharness.spec import VARIANTS
+from abharness.terminal import PLAIN, TABLE_WIDTH, Look, Role, Section, statement, table
 from abharness.waivers import flag as waiver_flag
 
 NAMED_CHANGES = 10  # changed answers told one by one; the rest are counted, and all are in the JSON
@@ -41,14 +46,27 @@ class _Footnotes:
         return f"[{self.texts.index(text) + 1}]"
 
 
-def render(comparisons: list[Comparison], form: str, *, all_metrics: bool = False) -> str:
-    """All comparisons as `text`, `markdown` or `json`; JSON has every metric in any case."""
+def render(comparisons: list[Comparison], form: str, *, all_metrics: bool = False, look: Look = PLAIN) -> str:
+    """All comparisons as `text`, `markdown` or `json`; JSON has every metric in any case.
+
+    Args:
+        comparisons: Several are preceded by an index, in text and Markdown, and come in its order.
+        form: One of the three.
+        all_metrics: Every metric, not only the chief ones.
+        look: How text is laid out.
+    """
     if form == "json":
         data = {"comparisons": [to_json(item) for item in comparisons]}
         return json.dumps(data, indent=1, allow_nan=False, default=lambda record: record.model_dump(mode="json")) + "\n"
-    one = _markdown if form == "markdown" else _text
-    between = "\n\n" if form == "text" else "\n\n---\n\n"
-    return between.join(one(item, all_metrics=all_metrics) for item in comparisons) + "\n"
+    if form == "markdown":
+        parts = [_markdown(item, all_metrics=all_metrics) for item in ordered(comparisons)]
+        between = "\n\n---\n\n"
+        first = indexview.markdown(comparisons, _escape)
+    else:
+        parts = [_text(item, look, all_metrics=all_metrics) for item in ordered(comparisons)]
+        between = f"\n\n{'-' * TABLE_WIDTH}\n\n"
+        first = "\n".join(indexview.text(comparisons, look))
+    return between.join(parts if len(parts) == 1 else [first, *parts]) + "\n"
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -73,7 +91,7 @@ def _change(row: Row, launches: str, notes: _Footnotes) -> str:
     if row.call in ("better", "worse"):
         assert row.ratio.effect is not None
         low, high = ("unknown" if end is None else f"{end:+.1%}" for end in (row.ratio.low, row.ratio.high))
-        return f"{row.ratio.effect:+.2%}{p} [{low}, {high}]{marks}"
+        return f"{row.ratio.effect:+.2%} {row.call}{p} [{low}, {high}]{marks}"
     if row.call == "no verdict":
         return f"no verdict{marks}"
     return f"~{p}{marks}"
@@ -89,6 +107,11 @@ def _launches(comparison: Comparison) -> str:
     return f"n={counts[0]}" if counts[0] == counts[1] else f"n={counts[0]}+{counts[1]}"
 
 
+def shown_rows(cell: Cell, *, all_metrics: bool = False) -> list[Row]:
+    """The rows of a cell that a report shows: the chief metrics, and what decides."""
+    return [row for row in cell.rows if all_metrics or row.metric.chief or row.decisive]
+
+
 def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[list[str]]:
     launches = _launches(comparison)
     rows = [
@@ -97,8 +120,7 @@ def _rows(cell: Cell, comparison: Comparison, notes: _Footnotes, *, all_metrics:
             *(_value(row.samples[variant], row) for variant in VARIANTS),
             _change(row, launches, notes),
         ]
-        for row in cell.rows
-        if all_metrics or row.metric.chief or row.decisive
+        for row in shown_rows(cell, all_metrics=all_metrics)
     ]
     for item in cell.conditions:
         values = [item.values[variant] for variant in VARIANTS]
@@ -141,29 +163,36 @@ def _changed(change: ChangedAnswer) -> str:
     return text + {None: "", True: "; the A/A flips it too", False: "; the A/A does not flip it"}[change.flips_in_aa]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), row[1].rjust(widths[1]), row[2].rjust(widths[2]), row[3]]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+def _opening(comparison: Comparison) -> list[str]:
+    """The question, if one was asked, and the verdict."""
+    question = " ".join(comparison.question.split())
+    return [question, comparison.summary] if question else [comparison.summary]
 
 
-def _heading(comparison: Comparison) -> list[str]:
-    counts = ", ".join(
+def counts(comparison: Comparison) -> str:
+    """How many launches of each variant completed."""
+    return ", ".join(
         f"{variant} {done} of {planned} launches" for variant, (done, planned) in comparison.launches.items()
     )
-    lines = [f"{comparison.experiment}{' A/A, the baseline against itself' if comparison.aa else ''}  {counts}"]
-    if comparison.question:
-        lines.append(comparison.question)
+
+
+def _title(comparison: Comparison) -> str:
+    aa = " A/A, the baseline against itself" if comparison.aa else ""
+    return f"{comparison.experiment}{aa}  {counts(comparison)}"
+
+
+def _declared(comparison: Comparison) -> list[str]:
+    """The declared differences, and what proves that the server acts on them."""
+    lines = []
     for name, values in comparison.switches.items():
         lines.append(f"switch {name}: {_setting(values, 'baseline')} -> {_setting(values, 'candidate')}")
     called = any(row.call in ("better", "worse") for cell in comparison.cells for row in cell.rows if row.decisive)
     unproven = "no log line or setting shows it; the difference does" if called else "not proven beyond its delivery"
+    if not all(done for done, _ in comparison.launches.values()):
+        unproven = "not known, since a variant has no completed launch"
     for effect in comparison.effects:
         lines.append(f"effect of {effect.name}: {effect.proof or unproven}")
-    return [*lines, comparison.summary]
+    return lines
 
 
 def _setting(values: dict[Variant, str | None], variant: Variant) -> str:
@@ -171,8 +200,8 @@ def _setting(values: dict[Variant, str | None], variant: Variant) -> str:
     return "unset" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _remarks(comparison: Comparison) -> list[str]:
-    """Findings with their next steps, waivers, notes and warnings, one line each."""
+def problems(comparison: Comparison) -> list[str]:
+    """What stands against a verdict, each with its next step and what would accept it, one line each."""
     lines: list[str] = []
     for code in comparison.codes:
         found = [item for item in comparison.seen if item.finding.code == code]
@@ -183,6 +212,12 @@ def _remarks(comparison: Comparison) -> list[str]:
         flags = dict.fromkeys(flag for item in found[:NAMED_FINDINGS] if (flag := waiver_flag(item)))
         if flags:
             lines.append(f"  if this cannot matter, compare with {' '.join(flags)}")
+    return lines
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """Notes, floors, waivers and warnings, one line each."""
+    lines: list[str] = []
     for code in dict.fromkeys(item.finding.code for item in comparison.advice):
         found = [item for item in comparison.advice if item.finding.code == code]
         more = f" (and {len(found) - 1} more like it)" if len(found) > 1 else ""
@@ -222,10 +257,6 @@ def _floor(comparison: Comparison) -> list[str]:
     return lines
 
 
-Section = tuple[str, list[list[str]]]
-"""A title and rows of four columns."""
-
-
 def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -> list[Section]:
     sections: list[Section] = []
     for cell in comparison.cells:
@@ -233,6 +264,30 @@ def _sections(comparison: Comparison, notes: _Footnotes, *, all_metrics: bool) -
     for item in comparison.accuracy:
         sections.append((f"{item.workload} {item.num_questions} questions", _accuracy_rows(item, notes)))
     return sections
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """All tables of a report, with the footnotes that their last column refers to.
+
+    Attributes:
+        cells: Of each cell, in order: its metrics, then what the GPUs did.
+        accuracy: Of each gsm8k workload.
+        kernels: Of each traced phase.
+    """
+
+    cells: list[Section]
+    accuracy: list[Section]
+    kernels: list[Section]
+    footnotes: list[str]
+
+
+def tables(comparison: Comparison) -> Tables:
+    """The tables that `text` and `markdown` show, for another layout."""
+    notes = _Footnotes()
+    sections = _sections(comparison, notes, all_metrics=False)
+    many = len(comparison.cells)
+    return Tables(sections[:many], sections[many:], _kernel_sections(comparison), notes.texts)
 
 
 def _kernel_sections(comparison: Comparison) -> list[Section]:
@@ -273,41 +328,72 @@ def _microseconds(time_s: float | None) -> str:
     return "unknown" if time_s is None else f"{time_s * 1e6:.0f} us"
 
 
-def _formatted(sections: list[Section], last: str) -> list[str]:
-    """Sections as lines, their columns as wide in all of them; text that stands alone in its row widens none."""
-    head = ["", *VARIANTS, last]
-    wide = [row for _, rows in sections for row in rows if any(row[1:])]
-    formatted = iter(_table([head, *wide]))
-    title_row = next(formatted)
+_LEADS: dict[str, Role] = {"warning:": "unknown", "note:": "strong", "waived:": "unknown", "next:": "strong"}
+
+
+def _text(comparison: Comparison, look: Look, *, all_metrics: bool) -> str:
+    notes = _Footnotes()
+    *question, summary = _opening(comparison)
+    lines = [line for text in question for line in statement(text, look, role="strong")]
+    lines += statement(summary, look, role=indexview.VERDICT_ROLES[verdict(comparison)])
+    lines += ["", *statement(_title(comparison), look)]
+    lines += [line for text in _declared(comparison) for line in statement(text, look)]
+    lines += table(_sections(comparison, notes, all_metrics=all_metrics), "vs baseline", look)
+    lines += table(_kernel_sections(comparison), "", look, whole_names=True)
+    if notes.texts:
+        lines.append("")
+    for number, text in enumerate(notes.texts, start=1):
+        lines += statement(f"[{number}] {text}", look)
+    remarked = [*problems(comparison), *remarks(comparison)]
+    if remarked:
+        lines.append("")
+    for remark in remarked:
+        first = remark.split(maxsplit=1)[0]
+        lines += statement(remark, look, lead="bad" if first.rstrip(":") in CODES else _LEADS.get(first))
+    lines += _failed(comparison, look)
+    # A path is copied: it is never wrapped.
+    return "\n".join([*lines, "", *(screen_safe(f"records: {source}") for source in comparison.sources)])
+
+
+def _failed(comparison: Comparison, look: Look) -> list[str]:
+    """Of every launch that failed, the server's last words and the command that starts it again."""
     lines: list[str] = []
-    for title, rows in sections:
-        lines += ["", title, title_row, *(next(formatted) if any(row[1:]) else row[0] for row in rows)]
+    for where, title, told in _failures(comparison):
+        shown = [line for text in told for line in statement(f"  {text}", look)]
+        if title == COMMAND_TITLE:
+            # To be copied: a shell must find it as it is.
+            shown = [screen_safe(text) for text in told]
+        lines += ["", *statement(f"{where}, {title}", look, role="strong"), *shown]
     return lines
 
 
-def _text(comparison: Comparison, *, all_metrics: bool) -> str:
-    notes = _Footnotes()
-    lines = [*_heading(comparison)]
-    lines += _formatted(_sections(comparison, notes, all_metrics=all_metrics), "vs baseline")
-    lines += _formatted(_kernel_sections(comparison), "")
-    if notes.texts:
-        lines += ["", *(f"[{number}] {text}" for number, text in enumerate(notes.texts, start=1))]
-    remarks = _remarks(comparison)
-    if remarks:
-        lines += ["", *remarks]
-    return "\n".join([*lines, "", f"records: {' '.join(comparison.sources)}"])
+def _failures(comparison: Comparison) -> list[tuple[str, str, list[str]]]:
+    """Launch, title and lines; launches of a variant that failed in the same way are told once."""
+    found: list[tuple[str, str, list[str]]] = []
+    told: set[tuple[str, str, str]] = set()
+    for item in comparison.failures:
+        kind = (item.variant, item.failure.kind, item.failure.phase)
+        if item.failure.kind == "KeyboardInterrupt" or kind in told:
+            continue
+        told.add(kind)
+        if words := last_words(item.failure):
+            found.append((item.where, "the server's last words", words))
+        if item.failure.command:
+            found.append((item.where, COMMAND_TITLE, command_lines(item.failure.command)))
+    return found
 
 
 def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    return screen_safe(text.replace("\n", " ")).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
 def _markdown(comparison: Comparison, *, all_metrics: bool) -> str:
     notes = _Footnotes()
-    heading = _heading(comparison)
-    lines = [f"## {_escape(heading[0])}", ""]
-    lines += [f"{_escape(line)}  " for line in heading[1:-1]]
-    lines += ["", f"**{_escape(heading[-1])}**"]
+    *question, summary = _opening(comparison)
+    lines = [f"## {_escape(_title(comparison))}", ""]
+    lines += [f"{_escape(text)}  " for text in question]
+    lines += [f"**{_escape(summary)}**", ""]
+    lines += [f"{_escape(line)}  " for line in _declared(comparison)]
     for title, rows in _sections(comparison, notes, all_metrics=all_metrics):
         lines += ["", f"| {_escape(title)} | baseline | candidate | vs baseline |", "| --- | ---: | ---: | --- |"]
         lines += [f"| {' | '.join(map(_escape, row))} |" for row in rows]
@@ -316,7 +402,9 @@ def _markdown(comparison: Comparison, *, all_metrics: bool) -> str:
         lines += [f"| {' | '.join(map(_escape, row))} |" for row in rows]
     if notes.texts:
         lines += ["", *(f"{number}. {_escape(text)}" for number, text in enumerate(notes.texts, start=1))]
-    remarks = _remarks(comparison)
-    if remarks:
-        lines += ["", *(f"* {_escape(remark)}" for remark in remarks)]
+    remarked = [*problems(comparison), *remarks(comparison)]
+    if remarked:
+        lines += ["", *(f"* {_escape(remark)}" for remark in remarked)]
+    for where, title, told in _failures(comparison):
+        lines += ["", f"{_escape(where)}, {_escape(title)}:", "", *(f"    {screen_safe(text)}" for text in told)]
     return "\n".join([*lines, "", f"records: `{' '.join(comparison.sources)}`"])

@@ -22,7 +22,7 @@ from abharness.errors import (
 from abharness.launch import LaunchExecution, utc_now
 from abharness.load import Questions, RunContext
 from abharness.plan import Plan, recorded_hash
-from abharness.progress import Reporter
+from abharness.progress import Reporter, RunStart
 from abharness.record import LaunchRecord, RunRecord, Variant
 from abharness.redaction import hidden, redact_argv, scrub_data
 from abharness.runs import LAUNCH_FILE, RUN_FILE, launches_dir
@@ -36,9 +36,6 @@ STOPS_THE_RUN = (PreflightError, VerificationFailed, TeardownError, GpuLost)
 
 MOST_FAILURES = 2
 """Failed launches of one variant after which the others would most likely fail too."""
-
-TOLD_LOG_LINES = 12
-"""Last lines of a failed server's log that are shown at once; launch.json has more."""
 
 
 def load_questions(spec: ExperimentSpec) -> dict[str, Questions]:
@@ -70,6 +67,7 @@ class Runner:
 
     Attributes:
         run_dir: Where everything goes.
+        kept: It stays after the run.
     """
 
     def __init__(
@@ -82,6 +80,7 @@ class Runner:
         reporter: Reporter,
         versions: Mapping[Variant, Mapping[str, str]],
         hold: Callable[[HeldLaunch | None], None],
+        kept: bool = True,
     ) -> None:
         """Prepare a run; nothing is started.
 
@@ -93,6 +92,7 @@ class Runner:
             reporter: Told what happens.
             versions: What each variant's interpreter reports of itself.
             hold: Told what the launch of the moment holds of the machine; None when it has given everything back.
+            kept: The run folder stays.
         """
         self.spec = spec
         self.plan = plan
@@ -101,6 +101,7 @@ class Runner:
         self.reporter = reporter
         self.versions = versions
         self.hold = hold
+        self.kept = kept
 
     def run(self) -> None:
         """Run every launch that is not on record as completed; earlier attempts are kept under `attempts/`.
@@ -118,31 +119,44 @@ class Runner:
         self._write_run_record()
         failures: Counter[Variant] = Counter()
         with signals_interrupt():
-            for planned in self.plan.launches:
+            on_record = self._on_record()
+            self.reporter.begin(self._start(on_record))
+            for place, planned in enumerate(self.plan.launches):
                 folder = launches_dir(self.run_dir) / planned.label
-                if self._is_complete(folder):
+                if place in on_record:
                     self.reporter.note(f"launch {planned.label} is on record; skipped")
                     continue
                 _set_aside(folder, self.run_dir)
-                self.reporter.launch(planned.index, len(self.plan.launches), planned.variant)
+                self.reporter.launch(place, len(self.plan.launches), planned.variant)
                 error = LaunchExecution(context, planned, folder).carry_out()
+                self.reporter.launch_done(read_model(folder / LAUNCH_FILE, LaunchRecord), folder)
                 if isinstance(error, KeyboardInterrupt):
                     raise error
                 if error is not None:
                     failures[planned.variant] += 1
-                    self._tell(folder, error)
                 if isinstance(error, STOPS_THE_RUN) or failures[planned.variant] >= MOST_FAILURES:
                     self.reporter.note("the remaining launches are left out; --resume goes on from here")
                     break
 
-    def _tell(self, folder: Path, error: BaseException) -> None:
-        """A failed launch on the screen: why, the server's last words, where everything is."""
-        record = read_model(folder / LAUNCH_FILE, LaunchRecord)
-        self.reporter.note(f"failed: {error}")
-        for line in (record.error.log_tail if record.error else [])[-TOLD_LOG_LINES:]:
-            self.reporter.note(f"  | {line}")
-        hint = getattr(error, "hint", None)
-        self.reporter.note(f"{hint or 'see the record'} ({folder})")
+    def _on_record(self) -> dict[int, float]:
+        """Place in the plan -> seconds it took, of every launch that is on record as completed."""
+        found: dict[int, float] = {}
+        for place, planned in enumerate(self.plan.launches):
+            record = self._completed(launches_dir(self.run_dir) / planned.label / LAUNCH_FILE)
+            if record is not None:
+                found[place] = record.wall_s
+        return found
+
+    def _start(self, on_record: Mapping[int, float]) -> RunStart:
+        return RunStart(
+            experiment=self.spec.experiment,
+            run_dir=self.run_dir,
+            config_hash=self.plan.config_hash,
+            plan=[planned.variant for planned in self.plan.launches],
+            on_record=on_record,
+            versions=self.versions,
+            kept=self.kept,
+        )
 
     def _write_run_record(self) -> None:
         path = self.run_dir / RUN_FILE
@@ -184,16 +198,18 @@ class Runner:
             _set_aside(path, self.run_dir)
             return None
 
-    def _is_complete(self, folder: Path) -> bool:
-        """Whether a launch is on record; one whose record is damaged is not."""
-        path = folder / LAUNCH_FILE
+    def _completed(self, path: Path) -> LaunchRecord | None:
+        """The record of a launch that completed; one that is damaged is as good as none."""
+        if not path.exists():
+            return None
         try:
-            return path.exists() and read_model(path, LaunchRecord).status == "completed"
+            record = read_model(path, LaunchRecord)
         except NewerRecord:
             raise
         except RecordError as error:
             self.reporter.note(f"{error}; the launch is run again")
-            return False
+            return None
+        return record if record.status == "completed" else None
 
 
 def _redacted_spec(spec: ExperimentSpec) -> dict[str, Any]:

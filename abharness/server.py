@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shlex
 import signal
 import subprocess
 import threading
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 from abharness import procfs
 from abharness.claims import HeldLaunch
 from abharness.errors import PreflightError, ServerDied, ServerNotReady, TeardownError, WrongServer
-from abharness.redaction import SECRET_NAME, printable, redact_argv, scrub
+from abharness.redaction import is_secret, redact_argv, scrub, shell_word
 from abharness.resources import (
     SharedMemory,
     changed_files,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 POLL_S = 0.1
-BY_HAND = "read the end of server.log; launch.json beside it has the command that starts the same server by hand"
+BY_HAND = "read the end of server.log; the command in the report starts the same server by hand"
 LOG_HEAD_BYTES = 48 * 2**20
 LOG_TAIL_BYTES = 16 * 2**20
 
@@ -349,15 +348,18 @@ class VllmServer:
         return [line[:400] for line in text.splitlines()[-lines:]]
 
     def by_hand(self) -> str:
-        """A shell command that starts the same server; secrets are taken from the shell's own variables."""
+        """A shell command that starts the same server.
+
+        Secrets are taken from the shell's own variables; where one is not set there, the shell refuses.
+        """
         variables = [
-            f'{name}="${name}"' if SECRET_NAME.search(name) else f"{name}={shlex.quote(printable(scrub(value)))}"
+            f'{name}="${{{name}:?}}"' if is_secret(name, value) else f"{name}={shell_word(scrub(value))}"
             for name, value in self.command.env.items()
         ]
         # The launch's own folders are gone once it is over.
         folders = [str(self.command.cwd), *(value for name, value in self.command.env.items() if name == "TMPDIR")]
-        place = f"mkdir -p {shlex.join(folders)} && cd {shlex.quote(folders[0])} &&"
-        return " ".join([place, "env", "-i", *variables, shlex.join(redact_argv(self.command.argv))])
+        place = f"mkdir -p {' '.join(map(shell_word, folders))} && cd {shell_word(folders[0])} &&"
+        return " ".join([place, "env", "-i", *variables, *map(shell_word, redact_argv(self.command.argv))])
 
     # Inside.
 

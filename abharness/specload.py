@@ -39,12 +39,13 @@ from abharness.spec import (
 )
 
 
-def load_spec(path: Path, overrides: Sequence[str] = ()) -> ExperimentSpec:
+def load_spec(path: Path, overrides: Sequence[str] = (), *, aa: bool = False) -> ExperimentSpec:
     """Read and check an experiment file.
 
     Args:
         path: The YAML file.
         overrides: `--set` assignments, `dotted.key=value`.
+        aa: The variants may be equal: the baseline is to run against itself.
 
     Raises:
         UsageError: The file cannot be read.
@@ -58,10 +59,10 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> ExperimentSpec:
         raise UsageError(
             f"cannot read {path}: {error.strerror or error}", hint="give the path of a YAML file"
         ) from error
-    return parse_spec(text, str(path), overrides)
+    return parse_spec(text, str(path), overrides, aa=aa)
 
 
-def parse_spec(text: str, source: str, overrides: Sequence[str] = ()) -> ExperimentSpec:
+def parse_spec(text: str, source: str, overrides: Sequence[str] = (), *, aa: bool = False) -> ExperimentSpec:
     """The same for a text; `source` is the name used in messages."""
     located = yamlload.load(text, source)
     _remember_secrets(located, overrides)
@@ -84,7 +85,7 @@ def parse_spec(text: str, source: str, overrides: Sequence[str] = ()) -> Experim
         # A value already refused as text is not refused again for its type.
         problems += [line for line, field in _explain(error, located) if not any(f": {field}: " in p for p in problems)]
     if spec is not None:
-        problems += _cross_checks(spec, located)
+        problems += _cross_checks(spec, located, aa=aa)
     if spec is None or problems:
         raise SpecError(problems or ["the experiment could not be read"])
     return spec
@@ -288,7 +289,7 @@ def _least_arg(spec: ExperimentSpec, name: str) -> int | None:
     return min((value for value in given if value is not None), default=None)
 
 
-def _cross_checks(spec: ExperimentSpec, located: yamlload.Located) -> list[str]:
+def _cross_checks(spec: ExperimentSpec, located: yamlload.Located, *, aa: bool) -> list[str]:
     problems: list[str] = []
 
     def tell(path: yamlload.Path, text: str) -> None:
@@ -313,9 +314,11 @@ def _cross_checks(spec: ExperimentSpec, located: yamlload.Located) -> list[str]:
          spec.python_of("baseline") == spec.python_of("candidate"),
          not spec.switches())
     )  # fmt: skip
-    if same:
+    if same and not aa:
         tell(
-            ("variants",), "the two variants do not differ: nothing would be compared; change env, serve_args or python"
+            ("variants",),
+            "the two variants do not differ: nothing would be compared; change env, serve_args or python "
+            "(to run one server against itself: --aa)",
         )
     _check_workloads(spec, tell)
     _check_primary(spec, tell)

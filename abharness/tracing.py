@@ -52,7 +52,7 @@ def trace_launch(load: Load, planned: PlannedLaunch, folder: Path, enter: Callab
             absent = str(error)
             failed_in = failed_in or (shape.phase if isinstance(error, ProfilerFailed) else None)
         if absent:
-            load.run.reporter.note(f"trace {shape.phase}: {absent}")
+            load.run.reporter.warn(f"trace {shape.phase}: {absent}")
         phases.append(
             TracedPhase(
                 name=shape.phase,

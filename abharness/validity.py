@@ -11,7 +11,7 @@ from abharness.executed import judge_kernels
 from abharness.facts import MEASURED_CONFIG, declared_facts, follows_from_arguments, launch_facts
 from abharness.judge import judge_caches, judge_check, judge_gpu_pids
 from abharness.plan import trace_shapes
-from abharness.record import Finding, Variant
+from abharness.record import Failure, Finding, Variant
 from abharness.runs import Launch, Run
 from abharness.spec import VARIANTS, ExperimentSpec
 from abharness.stats import order_correlation
@@ -39,9 +39,29 @@ class Side:
     planned: int
 
 
+@dataclass(frozen=True, slots=True)
+class FailedLaunch:
+    """A launch that did not complete, and why."""
+
+    where: str
+    variant: Variant
+    failure: Failure
+
+
+def failures(sides: list[Side]) -> tuple[FailedLaunch, ...]:
+    """Launches on record that did not complete."""
+    records = [launch.record for side in sides for launch in side.run.launches if launch.record.variant == side.variant]
+    return tuple(
+        FailedLaunch(f"launch {record.launch_index}-{record.variant}", record.variant, record.error)
+        for record in records
+        if record.error
+    )
+
+
 def failed_launches(sides: list[Side]) -> list[Seen]:
-    """Launches that failed, were interrupted, or are not on record."""
+    """Launches that failed, were interrupted, or are not on record; first those that say why."""
     found: list[Seen] = []
+    missing: list[Seen] = []
     for side in sides:
         for launch in side.run.launches:
             record = launch.record
@@ -54,8 +74,10 @@ def failed_launches(sides: list[Side]) -> list[Seen]:
         have = sum(launch.record.variant == side.variant for launch in side.run.launches)
         if have < side.planned:
             message = f"{have} of {side.planned} planned {side.variant} launches are on record"
-            found.append(Seen(side.variant, Finding(code="launch_failed", message=message, hint="rerun with --resume")))
-    return found
+            missing.append(
+                Seen(side.variant, Finding(code="launch_failed", message=message, hint="rerun with --resume"))
+            )
+    return [*found, *missing]
 
 
 def _seen(launch: Launch, code: str, message: str, hint: str | None = None) -> Seen:

@@ -2,12 +2,13 @@
 
     point     after 1.5 | phase "decode" + 0.2 | file "evidence.json"
 
-The point is told in what the run shows to anybody: seconds, a line on stderr, a file in its folder.
+The point is told in what the run shows to anybody: seconds, what it says, a file in its folder.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -28,7 +29,7 @@ class Point:
     """When the harness is killed.
 
     Attributes:
-        line: Regular expression; first a line on stderr must match it.
+        line: Regular expression; first a line of what the run says must match it (`Scene.said`).
         file: Glob below the run folder; then such a file must be there.
         delay_s: And then so long.
     """
@@ -50,12 +51,15 @@ class Scene:
         folder: Everything goes there; its `tmp` is the run's TMPDIR, by which its processes are known.
         arguments: Of `abharness run`, less the output folder.
         port: Of its servers.
+        shared: Names in /dev/shm that its processes were seen to use.
+        events: It says what it does as events.
     """
 
     folder: Path
     arguments: list[str]
     port: int
     shared: set[str] = field(default_factory=set)
+    events: bool = True
 
     def __post_init__(self) -> None:
         self.tmp = self.folder / "tmp"
@@ -67,9 +71,25 @@ class Scene:
         argv = [sys.executable, "-m", "abharness.cli", "run", *self.arguments, "-o", str(self.folder / "results")]
         env = {**os.environ, "TMPDIR": str(self.tmp)}
         with self.stderr.open("wb") as err, (self.folder / "stdout.txt").open("wb") as out:
-            return subprocess.Popen(
-                [*argv, "--set", f"server.port={self.port}", *more], env=env, stdout=out, stderr=err
-            )
+            argv += ["--set", f"server.port={self.port}", *(["--json"] if self.events else []), *more]
+            return subprocess.Popen(argv, env=env, stdout=out, stderr=err)
+
+    def said(self) -> str:
+        """What the run said: its events as lines, `launch 1/2 baseline: PHASE`, then stderr."""
+        lines = []
+        prefix = ""
+        for raw in (self.folder / "stdout.txt").read_text(errors="replace").splitlines() if self.events else ():
+            try:
+                event = json.loads(raw)
+            except ValueError:
+                continue  # not written to its end yet
+            if event["event"] == "launch_started":
+                prefix = f"launch {event['index'] + 1}/{event['total']} {event['variant']}: "
+            if "name" in event or "text" in event:
+                lines.append(f"{prefix}{event.get('name') or event.get('text')}")
+            if event["event"] == "finished" and event["error"]:
+                lines.append(f"error: {event['error']['message']}")
+        return "\n".join([*lines, self.stderr.read_text(errors="replace")])
 
     def wait_for(self, point: Point, harness: subprocess.Popen[bytes]) -> bool:
         """Wait for the point; False when the run was over before."""
@@ -83,7 +103,7 @@ class Scene:
         return harness.poll() is None
 
     def _reached(self, point: Point) -> bool:
-        if point.line is not None and not re.search(point.line, self.stderr.read_text(errors="replace"), re.MULTILINE):
+        if point.line is not None and not re.search(point.line, self.said(), re.MULTILINE):
             return False
         return point.file is None or any((self.folder / "results").rglob(point.file))
 

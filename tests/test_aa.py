@@ -13,7 +13,8 @@ from abharness import commands
 from abharness.cli import main
 from abharness.plan import config_hash
 from abharness.progress import PlainReporter
-from abharness.record import Failure, LaunchRecord, RunRecord
+from abharness.record import Failure, LaunchRecord, RunRecord, Variant
+from abharness.report import render
 from abharness.specload import load_spec, parse_spec
 from abharness.storage import read_model
 from tests.synthetic import SPEC, Made, write_run
@@ -376,7 +377,7 @@ def test_an_aa_on_servers_that_are_not_equal_fails(tmp_path: Path, capsys: Any) 
     answers = tmp_path / "answers.jsonl"
 
     class Meddler(PlainReporter):
-        def launch(self, index: int, total: int, variant: str) -> None:
+        def launch(self, index: int, total: int, variant: Variant) -> None:
             super().launch(index, total, variant)
             text = QUESTIONS.read_text()
             answers.write_text(text if variant == "baseline" else text.replace("#### ", "#### 7"))
@@ -386,6 +387,7 @@ def test_an_aa_on_servers_that_are_not_equal_fails(tmp_path: Path, capsys: Any) 
     spec = load_spec(path, ["design.min_effect=0.9", "workloads.gsm8k.num_questions=8"]).against_itself()
     spec = spec.model_copy(update={"workloads": spec.workloads[2:]})
     done = commands.run(spec, os.environ, output=tmp_path / "results", resume=False, reporter=Meddler())
-    assert done.exit_code == 3
-    assert "A/A failed: 1+1 launches of one and the same server differ." in done.text
-    assert "aa_difference: gsm8k: 8 and 0 of 8 answers are right (p=0.008)" in done.text
+    assert done.comparison.exit_code == 3
+    text = render([done.comparison], "text")
+    assert "A/A failed: 1+1 launches of one and the same server differ." in text
+    assert "aa_difference: gsm8k: 8 and 0 of 8 answers are right (p=0.008)" in text

@@ -195,7 +195,8 @@ def test_changed_answers_are_listed_with_where_they_diverge(tmp_path: Path, caps
     assert change["flip"]["position"] == len("It is ")
     main(["compare", str(run)])
     out = capsys.readouterr().out
-    assert "1 of 8 answers differ [" in out
+    assert "1 of 8 answers differ" in out
+    assert "[1] " in out
     assert "question 3: 3 against 103; diverges at token 6" in out
 
 

@@ -251,20 +251,23 @@ def test_interrupted_stops_the_server_keeps_what_was_measured_and_exits_130(
 ) -> None:
     argv = [sys.executable, "-m", "abharness.cli", "run", str(spec_file(tmp_path)), "-o", str(tmp_path / "results")]
     child = subprocess.Popen(
-        [*argv, "--set", "workloads.decode.num_prompts=400"],
+        [*argv, "--json", "--set", "workloads.decode.num_prompts=400"],
         stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         text=True,
     )
-    assert child.stderr is not None
-    for line in child.stderr:
-        if line.rstrip().endswith("decode input_len=16 output_len=16 x1"):
+    assert child.stdout is not None
+    for line in child.stdout:
+        if json.loads(line).get("name") == "decode input_len=16 output_len=16 x1":
             break
     time.sleep(1.5)
     child.send_signal(number)
-    rest = child.communicate(timeout=60)[1]
-    assert child.returncode == 130, rest
-    assert "interrupted" in rest
+    rest, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert "interrupted" in errors
+    *_, ended, last = [json.loads(line) for line in rest.splitlines()]
+    assert (ended["event"], ended["status"]) == ("launch_finished", "interrupted")
+    assert (last["event"], last["outcome"], last["exit_code"]) == ("finished", "interrupted", 130)
     (record,) = launches(tmp_path)
     assert record.status == "interrupted"
     lines, _ = read_lines(run_dir(tmp_path) / "launches" / "0-baseline" / "requests.jsonl", RequestLine)

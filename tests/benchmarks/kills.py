@@ -53,7 +53,7 @@ def kill(scene: Scene, point: Point, *, guard: bool) -> list[str]:
     if not scene.wait_for(point, harness):
         print(f"| {point} | (the run ended before, status {harness.returncode}) |", flush=True)
         return [] if harness.returncode in (0, 1, 3) else [f"status {harness.returncode}"]
-    said = (scene.stderr.read_text().splitlines() or ["(nothing said yet)"])[-1][9:70]
+    said = (scene.said().strip().splitlines() or ["(nothing said yet)"])[-1][:60]
     kept, lines = scene.records(), scene.measured()
     scene.note_shared_memory()
     alive = len(scene.processes())

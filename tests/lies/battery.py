@@ -229,10 +229,12 @@ def judge_records(arguments: list[str], folder: Path) -> Outcome:
 
 
 def judged(exit_code: int, out: str, err: str, arguments: list[str], folder: Path) -> Outcome:
-    """Put an outcome together."""
-    again, data, _ = command(["compare", "--format", "json", *arguments], folder)
+    """Put an outcome together; the page can be made of whatever can be compared."""
+    page = folder / "page.html"
+    again, data, _ = command(["compare", "--format", "json", "--html", str(page), *arguments], folder)
     comparison = None
     if data:
+        assert page.exists()
         (comparison,) = json.loads(data)["comparisons"]
         assert again == exit_code, f"run ended with {exit_code}, compare with {again}"
     runs = sorted((folder / "results").glob("*/*/experiment.json"))
