@@ -15,7 +15,7 @@ from abharness.atomic import replacing
 from abharness.errors import RecordError, TraceError, first_line
 from abharness.kineto import read_kineto
 from abharness.nsys import SQLITE_MAGIC, read_nsys
-from abharness.timeline import KINDS, UNKNOWN, Kernel, Kernels, Phase, Source, Step, Trace
+from abharness.timeline import KINDS, UNKNOWN, Kernel, Kernels, Phase, Source, Step, Trace, sane
 
 __all__ = ["Kernel", "Kernels", "Phase", "Step", "Trace", "read_kernels", "read_trace", "write_kernels"]
 
@@ -127,6 +127,13 @@ def read_kernels(path: Path) -> Trace:
         kinds = table["kind"].combine_chunks()
         places = array("b", [KINDS.index(name) for name in kinds.dictionary.to_pylist()])
         _check_head(head)
+        if any(
+            table.schema.field(name).type != pyarrow.int64()
+            for name in (*_NULLABLE, *(f"{name}_ns" for name in _TIMES))
+        ):
+            raise ValueError("a column of another type")
+        if not all(map(sane, table["start_ns"].to_pylist(), table["duration_ns"].to_pylist())):
+            raise ValueError("a time that is none")
         numbers = {name: array("q", table[name].fill_null(UNKNOWN).to_pylist()) for name in _NULLABLE}
         if not all(UNKNOWN <= step < len(head["steps"]) for step in numbers["step"]):
             raise ValueError("a row of a step that is not there")

@@ -82,13 +82,17 @@ def test_a_kernel_table_with_another_head_is_refused(head: dict[str, Any], tmp_p
         read_kernels(path)
 
 
-def test_a_kernel_table_of_unsigned_numbers_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("stream", pyarrow.array([None], pyarrow.uint64())), ("start_ns", pyarrow.array([1e308])),
+     ("duration_ns", pyarrow.array([-1])), ("duration_ns", pyarrow.array([2**63 - 1]))],
+)  # fmt: skip
+def test_a_kernel_table_of_other_numbers_is_refused(name: str, values: Any, tmp_path: Path) -> None:
     path = tmp_path / "k.parquet"
     write_kernels(path, read_trace(kineto(tmp_path / "t.json", [decode(1, "gemm")])))
     table = pyarrow.parquet.read_table(path)
-    place = table.schema.get_field_index("stream")
-    column = pyarrow.nulls(table.num_rows, pyarrow.uint64())
-    pyarrow.parquet.write_table(table.set_column(place, "stream", column), path)
+    place = table.schema.get_field_index(name)
+    pyarrow.parquet.write_table(table.set_column(place, name, values), path)
     with pytest.raises(RecordError, match="cannot be read"):
         read_kernels(path)
 

@@ -175,7 +175,7 @@ def test_the_guard_outlives_signals_to_the_whole_group_and_ends_with_the_run(
     number: signal.Signals, scene: Callable[..., Scene]
 ) -> None:
     run = scene()
-    harness = run.start()
+    harness = run.start("--set", "workloads.decode.num_prompts=400")
     assert run.wait_for(Point(line=r"decode .* x1$"), harness)
     (guard,) = [one for one in run.processes() if "abharness.guard" in one.cmdline()]
     assert os.getsid(guard.pid) == guard.pid, "Ctrl-C of the terminal does not reach it"
@@ -250,7 +250,7 @@ def test_a_process_that_was_given_the_pid_of_a_dead_server_is_not_touched(tmp_pa
                 held.note(claims.HeldLaunch(
                     sentinel=("ABHARNESS_LAUNCH", "01234567-0"), host="127.0.0.1", port=1,
                     root=(stranger.pid, ticks - 1), known=[(stranger.pid, ticks - 1)],
-                    shared_before=[], shared_used=[],
+                    shared_before=[], shared_used=[], log=str(scratch / "server.log"), keep_log=str(tmp_path / "kept.log"),
                 ))  # fmt: skip
                 claim = (scratch / "held.json").read_text()
             scratch.mkdir()
