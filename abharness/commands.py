@@ -19,7 +19,7 @@ from abharness.record import EnvironmentCheck
 from abharness.runner import Runner
 from abharness.runs import launches_dir, read_launch
 from abharness.spec import VARIANTS, DesignSpec, ExperimentSpec, Primary
-from abharness.specload import load_spec, spec_warnings
+from abharness.specload import literal_references, load_spec, spec_warnings
 from abharness.storage import write_text_atomic
 from abharness.telemetry import open_gpu
 from abharness.validity import confounded
@@ -86,6 +86,7 @@ def warnings(spec: ExperimentSpec) -> list[str]:
     """Doubts about a spec that can be run, one line each."""
     findings = [*spec_warnings(spec), *suspicious_values(spec.merged_env("baseline"), spec.merged_env("candidate"))]
     told = [f"{finding.message}; {finding.hint}" if finding.hint else finding.message for finding in findings]
+    told += literal_references(spec)
     if spec.design.order == "random" and (drawn := confounded(launch_order(spec.design))) is not None:
         told.append(
             f"design.order random draws an order with seed {spec.design.seed} that correlates variant with time "

@@ -38,6 +38,7 @@ from abharness.paired import Accuracy, compare_answers
 from abharness.plan import recorded_hash
 from abharness.record import Finding, Variant
 from abharness.runs import CellKey, Run, find_aa_runs, find_runs, read_run
+from abharness.shares import in_shares
 from abharness.spec import VARIANTS, ExperimentSpec
 from abharness.validity import (
     FailedLaunch,
@@ -74,6 +75,7 @@ class Comparison:
         waived: Findings set aside by `--allow`.
         aa: The baseline ran against itself.
         floor: What an A/A measured; None for an A/B, and for an A/A that is not valid.
+        everywhere: Those of `codes` that make every cell and all answers invalid.
     """
 
     experiment: str
@@ -98,6 +100,7 @@ class Comparison:
     warnings: tuple[str, ...]
     aa: bool = False
     floor: Floor | None = None
+    everywhere: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -123,11 +126,16 @@ def compare_folders(folders: Sequence[Path], allow: Sequence[str] = ()) -> list[
     waivers = parse_waivers(allow)
     paths = find_runs(folders)
     aa_paths, warnings = find_aa_runs(paths)
-    references = [_aa_run(path, waivers) for path in aa_paths]
     if len(folders) == 2 and list(map(Path, folders)) == paths and not set(paths) & set(aa_paths):
+        references = [_aa_run(path, waivers) for path in aa_paths]
         first, second = read_run(paths[0]), read_run(paths[1])
         return [compare_runs(first, second, waivers, references, warnings)]
-    return [compare_runs(run := read_run(path), run, waivers, references, warnings) for path in paths]
+
+    def each(share: Sequence[Path]) -> list[Comparison]:
+        references = [_aa_run(path, waivers) for path in aa_paths]
+        return [compare_runs(run := read_run(path), run, waivers, references, warnings) for path in share]
+
+    return in_shares(each, paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +275,8 @@ def compare_runs(
     accepted = [item for item in found if waived(item, waivers)]
     advice = [item for item in found if item not in invalid and item not in accepted]
     codes = tuple(dict.fromkeys(item.finding.code for item in invalid))
-    everything = any(item in invalid for item in whole)
+    everywhere = tuple(dict.fromkeys(item.finding.code for item in whole if item in invalid))
+    everything = bool(everywhere)
     if everything:
         cells = [replace(cell, rows=[replace(row, call="no verdict") for row in cell.rows]) for cell in cells]
         accuracy = [replace(item, call="no verdict") for item in accuracy]
@@ -315,6 +324,7 @@ def compare_runs(
         warnings=tuple(dict.fromkeys((*unused, *first.warnings, *second.warnings, *warnings))),
         aa=aa,
         floor=_own_floor(first, codes, spec.design.alpha) if aa else None,
+        everywhere=everywhere,
     )
 
 

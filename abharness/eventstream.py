@@ -5,6 +5,7 @@ A thread of its own writes: a reader that is slow, or gone, delays no request an
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import threading
@@ -62,6 +63,7 @@ class JsonReporter:
         self._run_dir: Path | None = None
         self._left: TimeLeft | None = None
         self._index: int | None = None
+        self._unwritten: OSError | None = None
         self._phase = ""
         self._told_s = 0.0
         self._writer = threading.Thread(target=self._write, args=(stream,), name="events", daemon=True)
@@ -79,18 +81,22 @@ class JsonReporter:
             self._tell(self._finished)
         self._lines.put(None)
         self._writer.join()
+        if error is None and self._unwritten is not None:
+            raise self._unwritten
 
     def _write(self, stream: TextIO) -> None:
         while (line := self._lines.get()) is not None:
             try:
                 stream.write(scrub(line))
                 stream.flush()
-            except BrokenPipeError:
-                # Nobody reads any more: the run goes on, and what it measures is on disk.
+            except OSError as error:
+                # Nobody reads any more, or the disk is full: the run goes on, and what it measures is on disk.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                self._unwritten = None if isinstance(error, BrokenPipeError) else error
 
     def _tell(self, event: Event) -> None:
-        self._lines.put(event.model_dump_json() + "\n")
+        # All ASCII: no control character of a log reaches a terminal, no byte of a path that is no UTF-8 is in the way.
+        self._lines.put(json.dumps(event.model_dump(mode="json"), allow_nan=False) + "\n")
 
     def _failed(self, error: BaseException) -> Finished:
         known = error if isinstance(error, AbharnessError) else None

@@ -33,11 +33,11 @@ def command_lines(command: str) -> list[str]:
         return [command]  # not as a launch writes it: left alone
     lines: list[str] = []
     for word in words:
-        after_place = bool(lines) and lines[-1].endswith("&&")
-        fresh = not lines or after_place or _ASSIGNMENT.match(word) or word.startswith("--")
-        program = bool(lines) and bool(_ASSIGNMENT.match(lines[-1].strip()))
-        if (fresh or program) and not (lines and lines[-1].endswith(("mkdir", "cd"))):
-            lines.append(word if not lines or after_place else f"  {word}")
+        previous = lines[-1].strip() if lines else "&&"
+        if previous.endswith("&&"):
+            lines.append(word)
+        elif _ASSIGNMENT.match(word) or word.startswith("--") or _ASSIGNMENT.match(previous):
+            lines.append(f"  {word}")
         else:
             lines[-1] += f" {word}"
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

@@ -72,6 +72,7 @@ class Accuracy:
         flips_within: Questions on which launches of one variant disagree, by variant.
         notes: Remarks on the accuracy row, for footnotes.
         floor: What equal variants differed by in an A/A; None where no A/A asked these questions.
+        codes: The invalidating codes found in its answers.
     """
 
     workload: str
@@ -88,6 +89,7 @@ class Accuracy:
     flips_within: dict[Variant, int]
     notes: tuple[str, ...] = ()
     floor: AnswerFloor | None = None
+    codes: tuple[str, ...] = ()
 
 
 def compare_answers(
@@ -107,7 +109,7 @@ def compare_answers(
         if not isinstance(workload, Gsm8kWorkload):
             continue
         tables: dict[Variant, list[Answers]] = {}
-        bad = False
+        codes: list[str] = []
         for side in sides:
             tables[side.variant] = []
             for launch in side.launches:
@@ -117,13 +119,15 @@ def compare_answers(
                 findings = check_accuracy(records, asked)
                 findings += check_answer_totals(launch.record.accuracy, workload.name, records)
                 own += [Seen(where, finding) for finding in findings]
-                bad = bad or any(CODES[finding.code].invalidates for finding in findings)
+                codes += [finding.code for finding in findings if CODES[finding.code].invalidates]
                 tables[side.variant].append({record.doc_id: record for record in records})
         if all(tables.values()):
             result = _accuracy(workload, tables, spec, floors.get(workload.name))
             uneven = _uneven_truncation(result, tables)
             own += [Seen(workload.name, finding) for finding in uneven]
-            results.append(replace(result, call="no verdict") if bad or uneven else result)
+            codes += [finding.code for finding in uneven]
+            call: Call = "no verdict" if codes else result.call
+            results.append(replace(result, call=call, codes=tuple(dict.fromkeys(codes))))
             touching += _below_floor(workload, result)
     return results, own, touching
 

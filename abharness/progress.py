@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from abharness.failures import last_words, what_happened
 from abharness.record import LaunchRecord, Variant
 from abharness.redaction import screen_safe
-from abharness.terminal import cells, wants_color
+from abharness.terminal import Look, cells, statement, wants_color
 from abharness.timeleft import TimeLeft, about, duration
 
 if TYPE_CHECKING:
@@ -196,9 +196,11 @@ class RichReporter(_Told):
     def _say(self, text: str, *below: str) -> None:
         from rich.text import Text
 
-        safe = screen_safe(text)
-        style = "bold red" if ": failed: " in safe[:80] else "yellow" if "warning: " in safe[:80] else ""
-        lines = [Text(safe, style=style), *(Text(f"  {screen_safe(line)}") for line in below)]
+        style = "bold red" if ": failed: " in text[:80] else "yellow" if "warning: " in text[:80] else ""
+        look = Look(width=self._console.width)
+        lines = [Text(line, style=style) for line in statement(text, look)]
+        lines += [Text(line) for part in below for line in statement(f"  {part}", look)]
+        # A path or command that is wider is left whole, to be copied.
         self._console.print(Text("\n").join(lines), soft_wrap=True)
 
     def launch(self, index: int, total: int, variant: Variant) -> None:

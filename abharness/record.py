@@ -1,11 +1,6 @@
 """Everything on disk: the models of a run's files and their schema version; `storage` writes and reads them.
 
-A run is a folder (`results/<experiment>/<UTC timestamp>-<config hash>/`):
-
-    experiment.json                     resolved spec, plan, provenance
-    launches/<k>-<variant>/launch.json  one server lifetime, written when it ends, failed or not
-    launches/<k>-<variant>/requests.jsonl, gsm8k.jsonl, telemetry.parquet, evidence.json, server.log
-    launches/<k>-<variant>/kernels/<phase>.<rank>.parquet, and the profiler's own files in traces/
+The folder of a run is drawn in docs/reference/records.md, which is made from the docstrings here.
 
 Field order tells the story: version, status, identity, configuration, evidence, results, error. Times are seconds
 (`_s`), sizes bytes (`_bytes`). Absent is `None` with a reason, never 0. NaN and infinity are never written.
@@ -105,7 +100,15 @@ class ClientLoad(Model):
 
 
 class ServerCounters(Model):
-    """Deltas of the server's own counters (`/metrics`) over a cell; None where the server does not export one."""
+    """Deltas of the server's own counters (`/metrics`) over a cell; None where the server does not export one.
+
+    Attributes:
+        prompt_tokens: Prompt tokens that the server counted.
+        generation_tokens: Tokens that it generated.
+        prefix_cache_queries: Prompt tokens that it looked up in the prefix cache.
+        prefix_cache_hits: Of these, found there.
+        preemptions: Requests that it set back and computed again.
+    """
 
     prompt_tokens: float | None = None
     generation_tokens: float | None = None
@@ -187,7 +190,16 @@ class TracedPhase(Model):
 
 
 class RequestLine(Model):
-    """A line of `requests.jsonl`: which cell, which request."""
+    """A line of `requests.jsonl`: which cell, which request.
+
+    Attributes:
+        workload: The workload's name in the spec.
+        input_len: Prompt tokens a request, of the cell.
+        output_len: Output tokens a request, of the cell.
+        max_concurrency: Requests kept in flight, of the cell.
+        repeat: From 0.
+        request: The request.
+    """
 
     workload: str
     input_len: Count
@@ -241,13 +253,27 @@ class Extraction(Model):
 class AnswerRecord(Model):
     """One GSM8K question in one launch: a line of `gsm8k.jsonl`.
 
-    The keys that lm-eval's tools read from a samples file (`doc_id`, `doc`, `target`, `arguments`, `resps`,
-    `filtered_resps`, `filter`, `exact_match`) are here under their names; `filter` names the filter whose
-    `exact_match` that is, and `extractions` holds both.
+    The keys of lm-eval's samples files are here under their names; `exact_match` is by `filter`.
 
     Attributes:
+        workload: The workload's name in the spec.
         doc_id: Index of the question in the dataset's split.
+        doc: The question and its worked answer, as the dataset has them.
+        target: The worked answer alone.
+        arguments: What was sent: prompt or messages, and the generation settings.
+        resps: The reply's text, in the nesting of lm-eval.
+        filtered_resps: What `filter` made of it.
+        filter: The filter that decides.
+        exact_match: 1.0 right, 0.0 wrong; None where the answer was not scored.
         state: `right`, `wrong`, `truncated`, `no_answer`, `error`, under `filter`.
+        extractions: What each filter made of it.
+        finish_reason: As sent by the server.
+        prompt_tokens: `usage.prompt_tokens`, or None when not sent.
+        output_tokens: `usage.completion_tokens`, or None when not sent.
+        reasoning: Thinking text that the server sent apart from the answer; it is not scored.
+        tokens: The generated tokens with their rivals; None where no log-probabilities were asked for or sent.
+        e2el_s: From sending to the whole reply, seconds.
+        error: Why there is no reply, else None.
     """
 
     workload: str
@@ -274,11 +300,17 @@ class AccuracyRun(Model):
     """One gsm8k workload in one launch, its answers apart in `gsm8k.jsonl`.
 
     Attributes:
+        workload: The workload's name in the spec.
         num_questions: Questions asked.
         doc_ids: Which, in the order of asking.
         answered: Lines written to `gsm8k.jsonl`.
+        max_concurrency: Questions kept in flight.
+        max_tokens: Longest answer.
         questions_sha256: Hash over doc ids, questions, golds and prompts: equal in both variants or not comparable.
+        started_s: First question, on the clock of the requests.
+        ended_s: Last reply.
         counters: Server counter deltas over the questions, or None when `/metrics` could not be read.
+        findings: What the checks of these answers saw.
     """
 
     workload: str
@@ -338,8 +370,8 @@ class Evidence(Model):
         default_caches_touched: Files under the default cache locations that changed during the launch.
         shared_memory_left: Names in /dev/shm that appeared during the launch and are not provably its own.
         gpu_uuids: GPUs the launch could use; None with a reason in `gpu_absent` where there is none.
-        gpu_pids_seen: By GPU, every process that had a compute context there during the load, as the driver numbers
-            them, in order of appearance.
+        gpu_absent: Why no GPU was looked at, or None.
+        gpu_pids_seen: By GPU, every process that computed there during the load, by the driver's numbers, in order.
         gpu_pids_first_seen_s: When each of these was first seen, seconds on the clock of the requests.
         server_versions: What the server's interpreter reports: `python`, `vllm`, `torch`, ...
         server_info_absent: Why the server's resolved configuration is not on record (`server_info.json`), or None.
@@ -367,6 +399,8 @@ class Failure(Model):
         kind: Class name of the error.
         message: What happened.
         phase: `preflight`, `start`, `ready`, `verify`, `warmup`, a cell's name, `stop`.
+        code: A validity code where the failure is one (`env_mismatch`, ...), else None.
+        hint: The next step, or None.
         log_tail: The server's last words.
         command: Shell command that starts the same server by hand.
     """
@@ -384,17 +418,30 @@ class LaunchRecord(Model):
     """One server lifetime: the statistical sample. Written atomically when the launch ends, failed or not.
 
     Attributes:
+        schema_version: Of this file's form.
+        status: `completed`, `failed` or `interrupted`.
+        experiment: The experiment's name.
+        launch_index: From 0, in order of time.
+        variant: `baseline` or `candidate`.
         sentinel: The unique value of `ABHARNESS_LAUNCH` in this launch's environment.
         config_hash: Hash of the resolved configuration; `--resume` never mixes two.
+        started_at: UTC time, ISO 8601.
         argv: The exact command.
         env: The exact environment, secrets redacted.
         inherited: Names in `env` that came from the caller's environment.
         not_passed: Names of switch-like variables the caller had and the server was not given.
+        model: Path or hub name as the server got it.
+        served_model_name: Unique to the launch; the completions must be signed with it.
+        port: Loopback port.
         ready_s: From process start to the first real completion.
+        stop_s: From asking it to stop until nothing of it was left.
         wall_s: From preflight to stopped.
         findings: Launch-level results of checks; those of a cell are with the cell.
         sampling: How the GPUs were sampled; None where there was no GPU to sample.
+        cells: Every measured cell; its requests are in `requests.jsonl`.
+        accuracy: Every gsm8k workload; its answers are in `gsm8k.jsonl`.
         traces: The traced phases, after everything measured; empty where no trace was asked for.
+        error: Why it did not complete, else None.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -427,6 +474,12 @@ class RunRecord(Model):
     """`experiment.json`: what was asked, what was planned, where it ran.
 
     Attributes:
+        schema_version: Of this file's form.
+        experiment: The experiment's name.
+        question: As the spec words it.
+        config_hash: Hash of everything in the spec that changes what is run; the folder's name ends with it.
+        created_at: UTC time, ISO 8601.
+        abharness_version: Version that ran it.
         spec: The resolved spec as plain data.
         spec_sha256: Hash of `spec` as it was written; None in records of versions that did not write it.
         plan: Order of the launches, as variant names.

@@ -7,11 +7,8 @@ server's log that echoes it. Only the standard library is needed here: the probe
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shlex
-import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,8 +66,8 @@ def printable(text: str) -> str:
 
 
 def shell_word(text: str) -> str:
-    """The text as one word of a shell (bash, zsh, ksh) that can be shown, copied and pasted on one line."""
-    if not _UNSAFE.search(printable(text)) and printable(text) == text:
+    """The text as one word of a shell that can be copied and pasted; with control characters, of bash, zsh or ksh."""
+    if not _UNSAFE_IN_LINES.search(printable(text)) and printable(text) == text:
         return shlex.quote(text)
     raw = text.encode("utf-8", "surrogateescape")
     return "$'" + "".join(chr(one) if 32 <= one < 127 and one not in b"'\\" else f"\\x{one:02x}" for one in raw) + "'"
@@ -82,11 +79,16 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def _digest(value: str) -> str:
+    import hashlib  # takes a tenth of the start of `abharness --help`
+
     return f"<redacted {hashlib.sha256(value.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}>"
 
 
 def remember(values: Iterable[str]) -> None:
     """Have secrets hidden from now on wherever they stand; such as are no more than a number or a word are not."""
+    import json
+    import urllib.parse
+
     for value in values:
         # What stands in records as it is (a digit, a name, a folder) cannot be hidden without spoiling them.
         plain = re.fullmatch(r"[a-z_]{1,11}|[0-9.]{1,11}|[0-9a-f]{1,11}", value) is not None
@@ -118,8 +120,12 @@ def _secrets_in(data: Any, name: str = "") -> list[str]:
 def _json_in(text: str) -> Any:
     """The JSON object that a text ends with (`{...}`, `--option={...}`), or None."""
     start = text.find("{")
+    if start < 0:
+        return None
+    import json
+
     try:
-        return json.loads(text[start:]) if start >= 0 else None
+        return json.loads(text[start:])
     except (ValueError, RecursionError):
         return None
 
@@ -223,6 +229,8 @@ def _secret_places(argv: Sequence[str]) -> list[int]:
 
 
 def _redacted_json(arg: str) -> str:
+    import json
+
     data = _json_in(arg)
     clean = redact_data(data)
     return printable(_shaped(arg)) if clean == data else arg[: arg.find("{")] + json.dumps(clean)

@@ -361,8 +361,8 @@ def _failed(comparison: Comparison, look: Look) -> list[str]:
     for where, title, told in _failures(comparison):
         shown = [line for text in told for line in statement(f"  {text}", look)]
         if title == COMMAND_TITLE:
-            # To be copied: a shell must find it as it is.
-            shown = [screen_safe(text) for text in told]
+            # To be copied: a shell must find it as it is, line ends inside quotes too.
+            shown = [screen_safe(text, lines=True) for text in told]
         lines += ["", *statement(f"{where}, {title}", look, role="strong"), *shown]
     return lines
 
@@ -381,6 +381,11 @@ def _failures(comparison: Comparison) -> list[tuple[str, str, list[str]]]:
         if item.failure.command:
             found.append((item.where, COMMAND_TITLE, command_lines(item.failure.command)))
     return found
+
+
+def _code(text: str) -> str:
+    """Text of a code block."""
+    return "    " + screen_safe(text, lines=True).replace("\n", "\n    ")
 
 
 def _escape(text: str) -> str:
@@ -406,5 +411,5 @@ def _markdown(comparison: Comparison, *, all_metrics: bool) -> str:
     if remarked:
         lines += ["", *(f"* {_escape(remark)}" for remark in remarked)]
     for where, title, told in _failures(comparison):
-        lines += ["", f"{_escape(where)}, {_escape(title)}:", "", *(f"    {screen_safe(text)}" for text in told)]
+        lines += ["", f"{_escape(where)}, {_escape(title)}:", "", *(_code(text) for text in told)]
     return "\n".join([*lines, "", f"records: `{' '.join(comparison.sources)}`"])

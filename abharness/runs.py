@@ -136,9 +136,9 @@ def find_aa_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
         Their folders in order of their names, and a warning for each folder beside that could not be looked at.
     """
     known = {path.absolute(): path for path in paths}
-    for path in paths:
-        # Named as the run itself is: relative paths stay relative.
-        near = path.parent if path.parent.absolute() == path.absolute().parent else path.absolute().parent
+    # Named as the run itself is: relative paths stay relative.
+    beside = (p.parent if p.parent.absolute() == p.absolute().parent else p.absolute().parent for p in paths)
+    for near in dict.fromkeys(beside):
         for file in near.glob(f"*/{RUN_FILE}"):
             known.setdefault(file.parent.absolute(), file.parent)
     found: list[Path] = []

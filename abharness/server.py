@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 POLL_S = 0.1
-BY_HAND = "read the end of server.log; the command in the report starts the same server by hand"
+BY_HAND = (
+    "read the end of server.log; launch.json beside it and the report have the command that starts the same server"
+)
 LOG_HEAD_BYTES = 48 * 2**20
 LOG_TAIL_BYTES = 16 * 2**20
 

@@ -56,9 +56,12 @@ Name = Annotated[str, StringConstraints(pattern=_NAME, max_length=80)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Env = dict[str, str | None]
 
+_PRIMARY = r"([^\[\]/]+)(?:\[([0-9]{1,18})\])?/([A-Za-z0-9_]+)"
+"""`design.primary`: workload, which of its cells, metric."""
+
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class ServerSpec(_Strict):
@@ -87,7 +90,13 @@ class ServerSpec(_Strict):
 
 
 class VariantSpec(_Strict):
-    """What one variant adds: `env` over the server's, `serve_args` appended, `python` instead of the server's."""
+    """What one variant adds to the server.
+
+    Attributes:
+        env: Variables over the server's; null means must be unset.
+        serve_args: Arguments appended to the server's.
+        python: Interpreter instead of the server's; null is the server's.
+    """
 
     env: Env = {}
     serve_args: tuple[str, ...] = ()
@@ -98,7 +107,7 @@ class DesignSpec(_Strict):
     """How the launches are arranged and judged.
 
     Attributes:
-        order: `abba` (b c c b ...), `ab` (all of the baseline first: confounded with time), `random` (seeded blocks).
+        order: `abba` (b c c b ...), `ab` (all of the baseline first: confounded with time), `random` (seeded pairs).
         launches_per_variant: Server lifetimes of each variant: the sample size.
         alpha: Family-wise significance level.
         min_effect: Smallest relative change worth calling, for example 0.01.
@@ -113,13 +122,15 @@ class DesignSpec(_Strict):
     alpha: Annotated[float, Field(gt=0, lt=1)] = 0.05
     min_effect: Annotated[float, Field(ge=0, lt=1)] = 0.01
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
-    primary: str | None = None
+    primary: Annotated[str, Field(json_schema_extra={"pattern": f"^{_PRIMARY}$"})] | None = None
 
 
 class DecodeWorkload(_Strict):
     """Closed-loop decode load, one cell a concurrency.
 
     Attributes:
+        kind: `decode`.
+        name: Unlike the other workloads'; names the cells.
         input_len: Prompt tokens a request.
         output_len: Tokens generated a request; ends only there (`ignore_eos`).
         max_concurrency: Requests in flight: one number or a list.
@@ -138,14 +149,24 @@ class DecodeWorkload(_Strict):
     num_warmups: Annotated[int, Field(ge=0, strict=True)] | None = None
     repeats: Count = 1
 
-    @field_validator("max_concurrency", mode="before")
+    @field_validator("max_concurrency", mode="before", json_schema_input_type=Count | tuple[Count, ...])
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class PrefillWorkload(_Strict):
-    """Prompt processing: one output token a request, one cell a prompt length; fields as in `DecodeWorkload`."""
+    """Prompt processing: one output token a request, one cell a prompt length.
+
+    Attributes:
+        kind: `prefill`.
+        name: Unlike the other workloads'; names the cells.
+        input_lens: Prompt tokens a request, one cell each.
+        num_prompts: Requests a cell.
+        max_concurrency: Requests in flight.
+        num_warmups: Unmeasured requests before each cell. 0 is no warm-up at all.
+        repeats: Times each cell is run in a launch.
+    """
 
     kind: Literal["prefill"]
     name: Name
@@ -160,6 +181,8 @@ class Gsm8kWorkload(_Strict):
     """GSM8K answer check.
 
     Attributes:
+        kind: `gsm8k`.
+        name: Unlike the other workloads'.
         num_questions: Questions, chosen by a seeded draw of test-set indices.
         dataset: Hub name, or path of a JSONL file in GSM8K's shape.
         fewshot_dataset: The same for few-shot examples; null is the train split of the hub dataset.
@@ -200,7 +223,7 @@ class Primary:
     @staticmethod
     def parse(text: str) -> Primary | None:
         """Read the text; None when it is not of this form."""
-        match = re.fullmatch(r"([^\[\]/]+)(?:\[(\d{1,18})\])?/(\w+)", text)
+        match = re.fullmatch(_PRIMARY, text)
         return Primary(match[1], int(match[2]) if match[2] else None, match[3]) if match else None
 
     def names(self, workload: str, kind: str, input_len: int, max_concurrency: int) -> bool:
@@ -236,7 +259,12 @@ class TraceSpec(_Strict):
 
 
 class KernelPatterns(_Strict):
-    """Regular expressions, searched for in the full names of kernels."""
+    """Regular expressions, searched for in the full names of kernels.
+
+    Attributes:
+        require: Each must match a kernel.
+        forbid: None may match a kernel.
+    """
 
     require: tuple[str, ...] = ()
     forbid: tuple[str, ...] = ()
@@ -273,12 +301,24 @@ class VerifySpec(_Strict):
 
 
 class ExperimentSpec(_Strict):
-    """One question: two variants of one server, the same load on both."""
+    """One question: two variants of one server, the same load on both.
+
+    Attributes:
+        experiment: A name; results go to a folder of this name.
+        question: What is asked, for the report.
+        server: What both variants share.
+        variants: What each of the two adds; they must differ.
+        design: How the launches are arranged and judged.
+        workloads: The load, in this order in every launch.
+        telemetry: How the GPUs are sampled.
+        trace: A short traced phase after everything measured; null is none. {} takes everything from the workloads.
+        verify: Evidence asked for beyond the environment.
+    """
 
     experiment: Name
     question: str = ""
     server: ServerSpec
-    variants: dict[Variant, VariantSpec]
+    variants: Annotated[dict[Variant, VariantSpec], Field(json_schema_extra={"required": list(VARIANTS)})]
     design: DesignSpec = DesignSpec()
     workloads: Annotated[tuple[Workload, ...], Field(min_length=1)]
     telemetry: TelemetrySpec = TelemetrySpec()

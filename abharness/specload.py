@@ -148,6 +148,26 @@ def spec_warnings(spec: ExperimentSpec) -> list[Finding]:
     return findings
 
 
+_REFERENCE = re.compile(r"\$(?:\{\w+\}|\w+)")
+
+
+def literal_references(spec: ExperimentSpec) -> list[str]:
+    """Values that look like a reference to an environment variable, which stays the text it is; one warning each."""
+    holders: list[tuple[str, ServerSpec | VariantSpec]] = [("server", spec.server)]
+    holders += [(f"variants.{variant}", spec.variants[variant]) for variant in VARIANTS]
+    values: list[tuple[str, str | None]] = [("server.model", spec.server.model)]
+    for place, holder in holders:
+        values.append((f"{place}.python", holder.python))
+        values += [(f"{place}.env.{name}", value) for name, value in holder.env.items()]
+        values += [(f"{place}.serve_args[{index}]", value) for index, value in enumerate(holder.serve_args)]
+    return [
+        f"{place} is the text {value!r}: a spec takes nothing from the environment; write the value, give it with --set "
+        "in the shell, or name a variable in server.inherit"
+        for place, value in values
+        if value is not None and _REFERENCE.search(value)
+    ]
+
+
 def _text_problems(located: yamlload.Located) -> list[str]:
     """Environment values, arguments and names that YAML turned into something that is not text."""
     problems: list[str] = []

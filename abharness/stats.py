@@ -16,9 +16,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scipy import special
-from scipy import stats as scipy_stats
-
 MOST_LAUNCHES = 1000
 """No number of launches above this is worth telling anybody."""
 
@@ -105,7 +102,7 @@ def compare_ratio(baseline: Sequence[float], candidate: Sequence[float], *, alph
         )
     welch = sum(errors) ** 2 / sum(e**2 / (len(v) - 1) for e, v in zip(errors, logs, strict=True) if e > 0)
     freedom = max(FREEDOM_SHARE * welch, min(len(baseline), len(candidate)) - 1)
-    reach = float(special.stdtrit(freedom, 1 - alpha / 2)) * error
+    reach = _critical(alpha, freedom) * error
     return Ratio(
         effect,
         _change(difference - reach),
@@ -124,9 +121,22 @@ def _variance(values: Sequence[float]) -> float:
     return math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1)
 
 
+# scipy.special is imported where it is needed: it takes as long as reading hundreds of records, and it starts threads,
+# beside which no work can be shared out to forked processes.
+
+
 def _two_sided(t: float, freedom: float) -> float:
     """P of Student's t; from scipy.special, because the distribution objects of scipy.stats cost 50 times as much."""
+    from scipy import special
+
     return float(2 * special.stdtr(freedom, -abs(t)))
+
+
+def _critical(alpha: float, freedom: float) -> float:
+    """The t at which `_two_sided` is alpha."""
+    from scipy import special
+
+    return float(-special.stdtrit(freedom, alpha / 2))
 
 
 def _change(logarithm: float) -> float | None:
@@ -157,7 +167,25 @@ def rank_test(baseline: Sequence[float], candidate: Sequence[float]) -> RankTest
     smallest = min(1.0, 2 / math.comb(len(baseline) + len(candidate), len(baseline)))
     if len({*baseline, *candidate}) < len(baseline) + len(candidate):
         return RankTest(None, smallest)
-    return RankTest(float(scipy_stats.mannwhitneyu(baseline, candidate, method="exact").pvalue), smallest)
+    below = sum(one < other for one in baseline for other in candidate)
+    largest = max(below, len(baseline) * len(candidate) - below)
+    ways = _arrangements(len(baseline), len(candidate))
+    return RankTest(min(1.0, 2 * sum(ways[largest:]) / sum(ways)), smallest)
+
+
+@functools.lru_cache(maxsize=64)
+def _arrangements(first: int, second: int) -> tuple[int, ...]:
+    """Of all orders of two groups, how many have U pairs with the value of the first group below; by U, from 0.
+
+    The coefficients of the Gaussian binomial: the product of (1 - x^(second + i)) / (1 - x^i), i from 1 to `first`.
+    """
+    ways = [1] + [0] * (first * second)
+    for i in range(1, first + 1):
+        for u in range(len(ways) - 1, second + i - 1, -1):
+            ways[u] -= ways[u - second - i]
+        for u in range(i, len(ways)):
+            ways[u] += ways[u - i]
+    return tuple(ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,12 +393,14 @@ def detectable_effect(noise: float, count: int, alpha: float, power: float = 0.8
 @functools.lru_cache(maxsize=1024)
 def _noncentrality(count: int, alpha: float, power: float) -> float:
     """Difference of the means, in standard errors, that a two-sample t test finds with the given power."""
+    from scipy import special
+
     freedom = 2 * count - 2
-    critical = float(special.stdtrit(freedom, 1 - alpha / 2))
+    critical = _critical(alpha, freedom)
     low, high = 0.0, 2 * critical + 10
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if scipy_stats.nct.sf(critical, freedom, middle) >= power else (middle, high)
+        low, high = (low, middle) if 1 - special.nctdtr(freedom, middle, critical) >= power else (middle, high)
     return high
 
 
@@ -390,4 +420,6 @@ def mcnemar_exact(only_baseline: int, only_candidate: int) -> float:
     total = only_baseline + only_candidate
     if total == 0:
         return 1.0
-    return float(scipy_stats.binomtest(only_baseline, total, 0.5).pvalue)
+    from scipy import special
+
+    return min(1.0, 2 * float(special.bdtr(min(only_baseline, only_candidate), total, 0.5)))

@@ -31,7 +31,7 @@ SGR: dict[Role, str] = {"good": "1;32", "bad": "1;31", "unknown": "1;33", "quiet
 COLOR_CHOICES = ("auto", "always", "never")
 
 # What is copied stays whole: a command of ours with its flags, a flag with its quoted value.
-_WORDS = re.compile(r"abharness [a-z-]+(?: [A-Z][\w.]*\b| --[a-z-]+)*\S*|--[a-z-]+ '[^']*'|\S+")
+_WORDS = re.compile(r"abharness [a-z-]+(?: [A-Z][\w.]*\b| --[a-z-]+| \S*/\S+)*\S*|--[a-z-]+ '[^']*'|\S+")
 
 # What stands together in the last column: an effect with its word, brackets with what is in them.
 _PIECES = re.compile(r"[+-][\d.]+% (?:better|worse)|\([^()]*\)|\[[^\[\]]*\]|\S+")
@@ -61,7 +61,8 @@ def look_of(stream: TextIO, choice: str, environ: Mapping[str, str]) -> Look:
     On a terminal prose is wrapped to it, 100 columns at most. Elsewhere it is not wrapped at all: `grep CODE` then finds
     the whole statement and not the first line of it, a diff of two reports shows the statements that changed and not
     paragraphs that flow differently because a number grew by a digit, and a pager or an editor wraps as its reader
-    likes. Tables have the same 80 columns everywhere, so colour and place change no line of them.
+    likes. Tables have the same 80 columns everywhere but on a terminal that has fewer, so colour and place change no line
+    of them.
 
     Args:
         stream: Where the text goes.
@@ -122,7 +123,7 @@ def statement(text: str, look: Look, *, role: Role | None = None, lead: Role | N
     indent = safe[: len(safe) - len(safe.lstrip(" "))]
     words: list[str] = _WORDS.findall(safe)
     lines = [safe]
-    if look.width is not None:
+    if look.width is not None and cells(safe) > look.width:
         lines = [indent + line for line in _filled(words, look.width - len(indent), hang=GAP)]
     if lead and words:
         first = indent + words[0]
@@ -145,7 +146,7 @@ def table(sections: Sequence[Section], last: str, look: Look, *, whole_names: bo
     """Sections under their titles, columns as wide in all of them, no line wider than 80 columns.
 
     What does not fit into the last column goes on below it. Where names leave it no room, they are wrapped, or with
-    `whole_names` it gets a line to itself below the row.
+    `whole_names` it gets a line to itself below the row. On a narrower terminal a row is several lines.
 
     Args:
         sections: The rows; one whose text stands alone is a statement and widens no column.
@@ -154,6 +155,8 @@ def table(sections: Sequence[Section], last: str, look: Look, *, whole_names: bo
         whole_names: Wrap no name for the sake of the last column.
     """
     safe = [(screen_safe(title), [[screen_safe(text) for text in row] for row in rows]) for title, rows in sections]
+    if look.width is not None and look.width < TABLE_WIDTH:
+        return [line for title, rows in safe for line in _stacked(title, rows, look)]
     head = ["", "baseline", "candidate", last]
     wide = [head, *(row for _, rows in safe for row in rows if any(row[1:]))]
     widths = [max(cells(row[column]) for row in wide) for column in range(3)]
@@ -166,6 +169,17 @@ def table(sections: Sequence[Section], last: str, look: Look, *, whole_names: bo
         lines += ["", *statement(title, look, role="strong"), *columns.lines(head, "quiet")]
         for row in rows:
             lines += columns.lines(row, _role(row[3])) if any(row[1:]) else statement(row[0], look)
+    return lines
+
+
+def _stacked(title: str, rows: Sequence[Sequence[str]], look: Look) -> list[str]:
+    """A section without columns: name, values and what is said of them below each other."""
+    lines = ["", *statement(title, look, role="strong"), *statement(f"{GAP}baseline -> candidate", look, role="quiet")]
+    for name, baseline, candidate, said in rows:
+        lines += statement(name, look)
+        if baseline or candidate:
+            lines += statement(f"{GAP}{baseline} -> {candidate}", look)
+        lines += statement(f"{GAP}{said}", look, role=_role(said)) if said else []
     return lines
 
 

@@ -17,6 +17,7 @@ class ProcessWitness(Model):
 
     Attributes:
         pid: Process id; with `start_ticks` it names one process for good.
+        ppid: Its parent's.
         start_ticks: Field 22 of `/proc/<pid>/stat`, clock ticks since boot.
         name: Its title as it stands now, cut to 80 characters.
         state: `ok`: environment read whole, sentinel seen. `unreadable`: see `reason`. `gone`: it ended meanwhile.
@@ -46,7 +47,12 @@ class ProcessWitness(Model):
 
 
 class LoadedModule(Model):
-    """One imported module as its process sees it; None where it does not say."""
+    """One imported module as its process sees it; None where it does not say.
+
+    Attributes:
+        version: Its `__version__`.
+        file: Where it was imported from.
+    """
 
     version: str | None = None
     file: str | None = None
@@ -56,15 +62,21 @@ class ProbeReport(Model):
     """What `abharness.probe` wrote inside one process of the server.
 
     Attributes:
+        pid: Process id, as the process sees it.
+        ppid: Its parent's.
         start_ticks: With `pid` it names one process for good.
         name: Name of the process in Python's `multiprocessing`.
         reason: `asked`: the answer to this check's question. `start`, `fork`: written then, and not answered since.
+        nonce: The question's number that this answers; None when it was not asked.
         deaf: Why it cannot answer questions, or None.
+        executable: Its interpreter.
+        python: Python version.
         environ: `os.environ` at that moment, secrets redacted.
         modules: The libraries that matter, of those imported.
         plugins: General plugins loaded in this process.
         cache_dirs: Cache directories that loaded libraries say they use, by the variable that should name them.
         gpu_uuids: GPUs that CUDA shows this process, or None with the reason in `gpu_absent`.
+        gpu_absent: Why it shows none, or None.
     """
 
     pid: int
@@ -88,6 +100,7 @@ class GpuHolder(Model):
     """A process with a compute context on a GPU of the launch.
 
     Attributes:
+        uuid: NVML UUID of the GPU.
         pid: As the driver numbers it.
         name: Its title, where it can be seen from here.
         whose: `ours`: of the verified tree. `foreign`: another process of this machine. `unknown`: the driver's number
@@ -105,6 +118,7 @@ class CacheEvidence(Model):
 
     Attributes:
         variable: The environment variable that names it.
+        path: The directory.
         files_before: Files in it before the launch; 0 or the launch fails.
         files_after: Files in it after the launch.
         bytes_after: Their size.

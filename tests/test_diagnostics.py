@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,17 @@ def test_no_difference_has_no_rank_test(tmp_path: Path, capsys: Any) -> None:
     run = write_run(tmp_path / "r", {"baseline": made(100, 101, 99, 102), "candidate": made(101, 100, 99.5, 102)})
     assert headline(capsys, run)["rank"] is None
     assert "Mann-Whitney" not in report(capsys, run)
+
+
+def test_no_difference_says_what_could_have_been_shown(tmp_path: Path, capsys: Any) -> None:
+    out = report(capsys, write_run(tmp_path / "r", in_time("bccbbccb", [100.0, 101.0, 99.0, 100.5] * 2)))
+    (note,) = [line for line in out.splitlines() if line.startswith("note: ~ means that no difference was shown")]
+    found = re.search(
+        r"Smallest difference that n=4 launches .* marked: about ([\d.]+)%; for 1% it takes (\d+) launches", note
+    )
+    assert found is not None
+    assert 1 < float(found[1]) < 10
+    assert int(found[2]) > 4
 
 
 def test_drift_across_launches_is_told_with_its_size(tmp_path: Path, capsys: Any) -> None:

@@ -38,6 +38,7 @@ def command(path: Path, *arguments: str) -> list[str]:
 
 
 def events(text: str) -> list[Event]:
+    assert text.isascii()
     return [ADAPTER.validate_json(line) for line in text.splitlines()]
 
 
@@ -83,6 +84,30 @@ def test_every_line_is_an_event_in_order_and_the_last_is_finished(tmp_path: Path
     assert started[0] is None
     assert started[1] is not None
     assert started[1] > 0
+
+
+def test_resumed_what_is_on_record_is_named_and_counts_for_the_time_left(tmp_path: Path) -> None:
+    path = spec_file(tmp_path)
+    _, first, _ = run_json(path, *QUICK)
+    start = first[0]
+    assert isinstance(start, RunStarted)
+    (ROOT / start.run_dir / "launches" / "1-candidate" / "launch.json").unlink()
+    _, found, _ = run_json(path, *QUICK, "--resume")
+    again, launch = found[0], next(one for one in found if isinstance(one, LaunchStarted))
+    assert isinstance(again, RunStarted)
+    assert (again.run_dir, again.on_record) == (start.run_dir, [0])
+    assert (launch.index, launch.total) == (1, 2)
+    assert launch.left_s is not None, "the launch on record says how long one takes"
+
+
+def test_a_full_disk_under_the_events_is_told_after_the_run(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command(spec_file(tmp_path), *QUICK), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 5
+    assert done.stderr.startswith("error: [Errno 28]")
+    assert len(list((tmp_path / "results").rglob("comparison.json"))) == 1, "what was measured is kept"
 
 
 def test_a_failed_launch_is_told_with_the_last_words_and_the_command(tmp_path: Path) -> None:

@@ -124,8 +124,10 @@ def test_the_live_view_fits_its_terminal_and_leaves_it_clean(columns: int, tmp_p
     assert second, "and what is known after a launch"
     assert phases, "and the phase with what is done of it"
     assert {cells(line) for line in [*first, *second, *phases]} == {columns}
-    assert "launch 2/2 candidate: failed: CellFailed" in shown
-    assert "dying after_requests, as asked" in shown
+    told = " ".join(SGR.sub("", shown).split())
+    assert "launch 2/2 candidate: failed: CellFailed" in told
+    assert "dying after_requests, as asked" in told
+    assert f"abharness compare {run_dir(tmp_path)}" in SGR.sub("", shown), "a command is copied, and so stays whole"
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h"), "the cursor is back"
     assert leftovers() == []
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from abharness.cli import main
 from abharness.errors import SpecError, UsageError
 from abharness.spec import ExperimentSpec
 from abharness.specload import load_spec, parse_spec, spec_warnings
@@ -220,16 +221,6 @@ def test_shipped_experiments_are_valid(path: Path) -> None:
     assert spec.question
 
 
-def test_the_spec_of_the_readme_is_valid_and_names_every_key() -> None:
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    example = text.split("```yaml\n", 1)[1].split("```", 1)[0]
-    spec = parse_spec(example, "README.md")
-    sections = [spec, spec.server, spec.variants["baseline"], spec.design, *spec.workloads, spec.verify]
-    for section in sections:
-        for key in type(section).model_fields:
-            assert key in example, f"the README does not show {key}"
-
-
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -247,3 +238,24 @@ def test_numbers_and_patterns_past_every_limit_are_refused_with_their_place(over
 
 def test_a_model_length_of_5000_digits_limits_nothing() -> None:
     assert parse_spec(GOOD, "x.yaml", [f"server.serve_args=[--max-model-len, '{'9' * 5000}k']"]).server.serve_args
+
+
+@pytest.mark.parametrize("text", ["${HOME}", "$HOME/x", "~/x", "a%(HOME)s", "a{{HOME}}", "$(id)"])
+def test_nothing_in_a_spec_is_interpolated(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/taken")
+    values = [f"server.env.SHARED={text}", f"server.model={text}", f"server.serve_args[1]={text}"]
+    spec = parse_spec(GOOD, "x.yaml", values)
+    assert (spec.server.env["SHARED"], spec.server.model, spec.server.serve_args[1]) == (text, text, text)
+
+
+def test_what_looks_like_a_reference_to_a_variable_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(GOOD.replace('SHARED: "1"', 'SHARED: "${HOME}/x"').replace('SWITCH: "1"', 'SWITCH: "$ONE"'))
+    assert main(["run", str(path), "--dry-run", "--set", "server.python=managed:cpu"]) == 0
+    done = capsys.readouterr()
+    assert "warning: server.env.SHARED is the text '${HOME}/x': a spec takes nothing from the environment" in done.err
+    assert "warning: variants.candidate.env.SWITCH is the text '$ONE'" in done.err
+    assert "${HOME}/x" in done.out
+    path.write_text(GOOD.replace('SHARED: "1"', 'SHARED: "^a$|costs 5 $"'))
+    assert main(["run", str(path), "--dry-run", "--set", "server.python=managed:cpu"]) == 0
+    assert "takes nothing from the environment" not in capsys.readouterr().err

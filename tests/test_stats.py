@@ -240,3 +240,16 @@ def test_the_upper_quantile_is_a_value_that_occurs() -> None:
     assert upper_quantile([1, 2, 3, 4, 5, 6], 0.95) == 6
     assert upper_quantile([3.0], 0.95) == 3.0
     assert upper_quantile(range(1, 21), 0.95) == 19
+
+
+def test_the_exact_tests_are_scipys() -> None:
+    drawn = random.Random(0)
+    for _ in range(300):
+        values = drawn.sample(range(1000), drawn.randint(2, 20))
+        cut = drawn.randint(1, len(values) - 1)
+        expected = reference.mannwhitneyu(values[:cut], values[cut:], method="exact").pvalue
+        assert rank_test(values[:cut], values[cut:]).p == pytest.approx(expected, rel=1e-12)
+    for total in range(1, 40):
+        for lost in range(total + 1):
+            expected = reference.binomtest(lost, total, 0.5).pvalue
+            assert mcnemar_exact(lost, total - lost) == pytest.approx(expected, rel=1e-12)

@@ -7,12 +7,15 @@ import gzip
 import json
 import math
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from abharness import storage
 from abharness.cli import main
 from abharness.errors import RecordError
 from abharness.record import ClientLoad, Evidence, Finding, RunRecord
@@ -120,3 +123,54 @@ def test_lines_that_were_packed_for_publishing_are_read(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(plain)[:-9])
     with pytest.raises(RecordError, match=r"requests\.jsonl"):
         read_lines(path, ClientLoad)
+
+
+numbers = st.one_of(
+    st.integers(-(10**18), 10**18),
+    st.floats(allow_nan=False),
+    st.sampled_from([1e15, -1e15, 1.1e15, 1e16, 10**15, 10**15 + 1]),
+)
+documents = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(max_size=8) | st.sampled_from(["1e99", " 9999999999999999", "NaN"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(max_size=4), documents, max_size=4), st.sampled_from([None, 1]), st.booleans())
+@example({"a": 123456789012345.6, "b": [-1234567890123456]}, None, False)
+@example({"a": "0123456789abcdef1e5"}, None, True)
+@example({"a": 1e-300, "b": 5e-324, "c": -0.0}, None, False)
+def test_the_quick_parser_reads_what_the_careful_one_does(
+    data: dict[str, object], indent: int | None, ascii_only: bool
+) -> None:
+    text = json.dumps(data, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+
+    def outcome(parse: Callable[[bytes], object]) -> str:
+        try:
+            return repr(parse(text))
+        except ValueError as error:
+            return f"refused: {error}"
+
+    def careful(raw: bytes) -> object:
+        return json.loads(
+            raw, parse_constant=storage._no_constants, parse_float=storage._number, parse_int=storage._integer
+        )
+
+    assert outcome(storage._loads) == outcome(careful)
+
+
+@pytest.mark.parametrize(
+    "number", ["1e16", "1E16", "1.5e+300", "-2e15", "1e999", "99999999999999999999", "-1234567890123456.5"]
+)
+def test_a_number_out_of_range_is_refused_wherever_it_stands(number: str, tmp_path: Path) -> None:
+    for text in (
+        f'{{"a":{number}}}',
+        f'{{"a": {number}}}',
+        f'{{"a": [{number}]}}',
+        f'{{"a":\n{number}\n}}',
+        f'{{"a":\t{number}}}',
+    ):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(RecordError, match="out of range"):
+            storage.read_json(tmp_path / "x.json")
