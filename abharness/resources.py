@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
@@ -140,6 +141,16 @@ def check_gpu_free(gpu: GpuMemory) -> None:
                 hint="stop them, or choose an idle GPU with CUDA_VISIBLE_DEVICES=<its UUID>",
                 code="foreign_gpu_process",
             )
+
+
+def file_clock(folder: Path) -> float:
+    """This moment on the clock that stamps the files of a folder, seconds since the epoch.
+
+    Raises:
+        OSError: Nothing can be written there.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 def measure_cache(before: CacheEvidence, since: float) -> CacheEvidence:

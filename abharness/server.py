@@ -31,6 +31,7 @@ from abharness.resources import (
     check_caches_empty,
     check_gpu_free,
     check_port_free,
+    file_clock,
     measure_cache,
     memory_problem,
     named,
@@ -165,7 +166,7 @@ class VllmServer:
         self._memory_before = {uuid: command.gpu.memory_used_bytes(uuid) for uuid in command.gpu.uuids()}
         try:
             self._log = command.log_path.open("wb")
-            self._started_wall, self._started = time.time(), time.monotonic()
+            self._started_wall, self._started = file_clock(command.log_path.parent), time.monotonic()
             # Its own session: Ctrl-C in our terminal reaches us, and we stop the server in order.
             self._process = subprocess.Popen(
                 list(command.argv),
@@ -334,7 +335,8 @@ class VllmServer:
 
     def _since_wall(self) -> float:
         """The start on the clock that gives files their times; earlier, where that was set back since."""
-        return min(self._started_wall, time.time() - (time.monotonic() - self._started))
+        now = file_clock(self.command.log_path.parent)
+        return min(self._started_wall, now - (time.monotonic() - self._started))
 
     def leftovers(self) -> list[str]:
         """Shared-memory names that appeared during the launch and could not be proven its own."""

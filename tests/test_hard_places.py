@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from abharness import prepare
+from abharness import server as server_module
 from abharness.beside import Beside
 from abharness.cli import main
 from abharness.server import VllmServer
@@ -259,11 +259,11 @@ def test_resume_finds_the_newest_run_after_the_clock_was_set_back(stepping: Path
 def test_files_are_told_from_older_ones_when_the_clock_is_set_back(
     make_command: MakeCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = time.time
+    real = server_module.file_clock
     with VllmServer(make_command()) as server:
         ready(server)
         # As if the clock that stamps files was set back: what is written from now on seems older than the launch.
-        back = real() - 3600
+        back = real(server.command.log_path.parent) - 3600
         for cache in server.command.cache_dirs.values():
             (cache / "late").write_text("x")
             os.utime(cache / "late", (back, back))
@@ -271,6 +271,6 @@ def test_files_are_told_from_older_ones_when_the_clock_is_set_back(
         default.mkdir(parents=True)
         (default / "late").write_text("x")
         os.utime(default / "late", (back, back))
-        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+        monkeypatch.setattr(server_module, "file_clock", lambda folder: real(folder) - 3600)
         assert [cache.older for cache in server.cache_evidence() if cache.older] == []
         assert [Path(path).name for path in server.defaults_touched()] == ["late"]
