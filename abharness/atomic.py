@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+_TEMPORARY = re.compile(r"\..+\.(json|md|html|parquet)\.[a-z0-9_]{8}")
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Temporary files that a writer which was killed left beside what it was to replace."""
+    return [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Heavy imports happen inside the commands: `abharness --help` needs no HTTP clien
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import io
 import os
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from abharness.arguments import make_parser
 from abharness.errors import AbharnessError
-from abharness.redaction import screen_safe
+from abharness.redaction import remember, screen_safe, secrets_of
 
 if TYPE_CHECKING:
     from abharness.commands import RunResult
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = make_parser().parse_args(argv)
+    remember(secrets_of(os.environ))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character gets its escape, not a traceback in place of the report.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -46,12 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # A full disk or a missing permission: the path is what the user needs.
         _say(f"error: {error}")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            _say("hint: free some space or make the folder writable; --resume goes on from what was measured")
         return _exit_code(error)
     except Exception as error:
         # Left to Python it would exit with 1, which says that a regression was called.
         import traceback
 
-        traceback.print_exc()
+        _say(traceback.format_exc().rstrip())
         _say(f"internal error: {type(error).__name__}; nothing can be concluded from this; please report it as above")
         return _exit_code(error)
     return code

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abharness import compare, inspection, prepare, probe, report, webpage
+from abharness import claims, compare, guard, inspection, prepare, probe, redaction, report, webpage
 from abharness.errors import UsageError
 from abharness.failures import COMMAND_TITLE, command_lines, last_words, what_happened
 from abharness.plan import Host, Plan, build_plan, describe, launch_order
@@ -19,7 +18,7 @@ from abharness.progress import Reporter
 from abharness.record import EnvironmentCheck
 from abharness.runner import Runner
 from abharness.runs import launches_dir, read_launch
-from abharness.spec import DesignSpec, ExperimentSpec, Primary
+from abharness.spec import VARIANTS, DesignSpec, ExperimentSpec, Primary
 from abharness.specload import literal_references, load_spec, spec_warnings
 from abharness.storage import write_text_atomic
 from abharness.telemetry import open_gpu
@@ -62,6 +61,8 @@ def load(
         UsageError: A workload named by `only` is not in it.
     """
     spec = load_spec(path, overrides, aa=aa)
+    for variant in VARIANTS:
+        redaction.remember(redaction.secrets_of(spec.merged_env(variant), spec.merged_args(variant)))
     if trace and spec.traced is None:
         spec = load_spec(path, [*overrides, "trace={}"], aa=aa)
     if aa:
@@ -111,32 +112,47 @@ def run(
         KeyboardInterrupt: Asked to stop; what was measured is on disk.
     """
     run_dir = prepare.run_dir_to_resume(spec, output) if resume else None
+    claims.clear_dead_runs(prepare.scratch_parent(), reporter.note)
     host = prepare.make_host(spec, environ)
     prepare.check_disk(output, host.scratch)
     prepare.make_missing_parts(spec, host, environ, reporter.note)
     if run_dir is None:
         run_dir = prepare.new_run_dir(spec, output)
-    _execute(spec, build_plan(spec, host), host, run_dir, reporter)
-    return _report(run_dir, reporter)
+    with _claimed(host) as claim, claims.one_run_at_a_time(run_dir, host.scratch) as earlier:
+        if earlier is not None:
+            claims.clear_dead(earlier, reporter.note)
+        _execute(spec, build_plan(spec, host), host, claim, run_dir, reporter)
+        return _report(run_dir, reporter)
+
+
+@contextlib.contextmanager
+def _claimed(host: Host) -> Iterator[claims.Holding]:
+    """Hold the scratch folder of a run, guarded; nothing of the run outlives the block, or this process."""
+    with guard.guarding(host.scratch), claims.holding(host.scratch) as claim:
+        probe.install(host.probe_site)
+        yield claim
 
 
 def _execute(
-    spec: ExperimentSpec, plan: Plan, host: Host, run_dir: Path, reporter: Reporter, *, kept: bool = True
+    spec: ExperimentSpec,
+    plan: Plan,
+    host: Host,
+    claim: claims.Holding,
+    run_dir: Path,
+    reporter: Reporter,
+    *,
+    kept: bool = True,
 ) -> None:
-    probe.install(host.probe_site)
-    runner = Runner(
+    Runner(
         spec,
         plan,
         run_dir=run_dir,
         gpu=open_gpu(host.environ),
         reporter=reporter,
         versions=prepare.server_versions(plan),
+        hold=claim.note,
         kept=kept,
-    )
-    try:
-        runner.run()
-    finally:
-        shutil.rmtree(host.scratch, ignore_errors=True)
+    ).run()
 
 
 def _report(run_dir: Path, reporter: Reporter) -> RunResult:
@@ -172,15 +188,17 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
             "verify": spec.verify.model_copy(update={"expect_kernels": {}}),
         }
     )
+    claims.clear_dead_runs(prepare.scratch_parent(), reporter.note)
     host = prepare.make_host(spec, environ)
     prepare.check_disk(host.scratch)
     prepare.make_missing_parts(spec, host, environ, reporter.note)
-    with tempfile.TemporaryDirectory(prefix="abharness-verify-") as folder:
-        run_dir = Path(folder)
+    with _claimed(host) as claim:
+        run_dir = host.scratch / "run"
+        run_dir.mkdir()
         plan = build_plan(idle, host)
         for planned in plan.launches:
             # One at a time: a variant that fails must not keep the other from being checked.
-            _execute(idle, Plan(plan.config_hash, (planned,)), host, run_dir, reporter, kept=False)
+            _execute(idle, Plan(plan.config_hash, (planned,)), host, claim, run_dir, reporter, kept=False)
         texts: list[str] = []
         data: list[dict[str, Any]] = []
         codes: list[int] = []

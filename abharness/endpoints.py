@@ -59,10 +59,10 @@ def token_pool(base_url: str, served_model: str, *, timeout_s: float = 60.0) -> 
     body = {"model": served_model, "prompt": POOL_TEXT, "add_special_tokens": False}
     try:
         answer = json.loads(_fetch(f"{base_url.rstrip('/')}/tokenize", timeout_s, body))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadFailed(f"/tokenize did not answer: {error}") from error
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
-    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise LoadFailed("/tokenize answered without a list of token ids")
     distinct = sorted(set(tokens))
     if len(distinct) < MIN_POOL_TOKENS:
@@ -71,7 +71,7 @@ def token_pool(base_url: str, served_model: str, *, timeout_s: float = 60.0) -> 
             hint="serve a model whose tokeniser has a vocabulary of English words",
         )
     limit = answer.get("max_model_len")
-    return TokenPool(distinct, limit if isinstance(limit, int) else None)
+    return TokenPool(distinct, limit if type(limit) is int else None)
 
 
 def read_counters(base_url: str, *, timeout_s: float = 10.0) -> dict[str, float] | None:
@@ -111,7 +111,7 @@ def server_info(base_url: str, *, timeout_s: float = 60.0) -> tuple[dict[str, An
     """
     try:
         answer = json.loads(_fetch(f"{base_url.rstrip('/')}/server_info?config_format=json", timeout_s))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return None, f"/server_info did not answer: {error}"
     parts = {name: answer.get(name) for name in ("vllm_config", "vllm_env")} if isinstance(answer, dict) else {}
     if not isinstance(parts.get("vllm_config"), dict):

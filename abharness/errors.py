@@ -4,6 +4,7 @@
     ├── UsageError                exit 2   bad command line, folder or record
     │   ├── SpecError             exit 2   the experiment file cannot be run as written
     │   ├── RecordError           exit 2   a record on disk cannot be read
+    │   │   └── NewerRecord       exit 2   a newer abharness wrote it
     │   └── TraceError            exit 2   nothing can be read of a profiler's trace
     ├── InstallError              exit 4   a managed server environment or model could not be made
     └── LaunchError               exit 4   one server launch failed; the others' records are kept
@@ -40,6 +41,11 @@ class AbharnessError(Exception):
         self.code = code
 
 
+def first_line(error: BaseException) -> str:
+    """What another library says of an error, on one line; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 class UsageError(AbharnessError):
     """The command line, a folder or a file given to a command cannot be used."""
 
@@ -60,6 +66,10 @@ class SpecError(UsageError):
 
 class RecordError(UsageError):
     """A record on disk cannot be read: missing, damaged beyond its last line, or of an unknown schema version."""
+
+
+class NewerRecord(RecordError):
+    """A record of a schema version that this abharness does not know; nothing is wrong with it."""
 
 
 class TraceError(UsageError):

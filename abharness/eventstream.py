@@ -29,6 +29,7 @@ from abharness.events import (
     RunStarted,
     Warn,
 )
+from abharness.redaction import scrub
 from abharness.timeleft import TimeLeft
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class JsonReporter:
     def _write(self, stream: TextIO) -> None:
         while (line := self._lines.get()) is not None:
             try:
-                stream.write(line)
+                stream.write(scrub(line))
                 stream.flush()
             except OSError as error:
                 # Nobody reads any more, or the disk is full: the run goes on, and what it measures is on disk.

@@ -370,7 +370,7 @@ def _times(event: dict[str, Any]) -> tuple[int, int] | None:
 
 def _nanoseconds(value: object) -> int | None:
     if isinstance(value, float):
-        return round(value * 1000) if math.isfinite(value) else None
+        return round(value * 1000) if math.isfinite(value * 1000) else None
     return value * 1000 if isinstance(value, int) and not isinstance(value, bool) else None
 
 

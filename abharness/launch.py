@@ -19,7 +19,7 @@ from abharness.executed import judge_kernels
 from abharness.load import Load, RunContext
 from abharness.plan import PlannedLaunch, default_caches, trace_shapes
 from abharness.record import Evidence, Failure, Finding, LaunchRecord, TracedPhase
-from abharness.redaction import redact, redact_data
+from abharness.redaction import redact, redact_argv, redact_data, scrub, scrubbed_copy
 from abharness.runs import EVIDENCE_FILE, LAUNCH_FILE, LOG_FILE, SERVER_INFO_FILE, TELEMETRY_FILE, read_executed
 from abharness.sampler import Sampler
 from abharness.samples import write_samples
@@ -102,7 +102,7 @@ class LaunchExecution:
             cwd=work,
             host="127.0.0.1",
             port=planned.port,
-            log_path=self.folder / LOG_FILE,
+            log_path=self.planned.log_path,
             served_model_name=planned.served_model_name,
             sentinel=(SENTINEL_VARIABLE, planned.sentinel),
             ready_timeout_s=self.spec.server.ready_timeout_s,
@@ -117,7 +117,9 @@ class LaunchExecution:
 
     def _serve(self, vllm: server.VllmServer) -> None:
         self.sampler.note_memory_before()
+        self.run.hold(vllm.held(self.folder / LOG_FILE))
         vllm.start()
+        self.run.hold(vllm.held(self.folder / LOG_FILE))
         self._enter("start")
         self.evidence = self.evidence.model_copy(update={"server_pid": vllm.pid})
         vllm.wait_ready(
@@ -125,6 +127,7 @@ class LaunchExecution:
             lambda waited_s, reason: self.run.reporter.waiting(f"{waited_s:.0f} s: {reason}"),
         )
         self.ready_s = time.monotonic() - self.started_s
+        self.run.hold(vllm.held(self.folder / LOG_FILE))
         self.evidence = self.evidence.model_copy(update={"socket_owner_pid": vllm.socket_owner_pid})
         self._verify(vllm, "before_load")
         self._save_server_info()
@@ -228,6 +231,7 @@ class LaunchExecution:
         stopped_s = time.monotonic()
         try:
             vllm.stop()
+            self.run.hold(None)
         except GpuLost:
             # The memory of a device that was lost under load cannot be seen to come back: that error is on its way up.
             if self.sampler.lost is None:
@@ -270,11 +274,11 @@ class LaunchExecution:
             sentinel=planned.sentinel,
             config_hash=self.run.config_hash,
             started_at=self.started_at,
-            argv=list(planned.argv),
+            argv=redact_argv(planned.argv),
             env=redact(planned.env),
             inherited=list(planned.inherited),
             not_passed=list(planned.not_passed),
-            model=planned.argv[4],
+            model=scrub(planned.argv[4]),
             served_model_name=planned.served_model_name,
             port=planned.port,
             ready_s=self.ready_s,
@@ -290,6 +294,8 @@ class LaunchExecution:
 
     def _write(self, record: LaunchRecord) -> None:
         # The launch record comes last: a folder that has one has everything else.
+        if self.planned.log_path.exists():
+            scrubbed_copy(self.planned.log_path, self.folder / LOG_FILE)
         if self.sampler.samples:
             write_samples(self.folder / TELEMETRY_FILE, list(self.sampler.samples))
         write_model(self.folder / EVIDENCE_FILE, self.evidence)

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from abharness import accuracy, endpoints, loadgen, prompts, warmup
 from abharness.ask import Reply, ask
+from abharness.beside import Beside
 from abharness.checks import check_cell
+from abharness.claims import HeldLaunch
 from abharness.errors import LoadFailed
 from abharness.observe import CounterWatch, WindowWatch
 from abharness.plan import PlannedLaunch, Shape, shapes
 from abharness.progress import Reporter
 from abharness.record import AccuracyRun, AnswerRecord, CellRecord, RequestLine, RequestRecord, Variant
-from abharness.runs import ANSWERS_FILE, LOG_FILE, REQUESTS_FILE
+from abharness.runs import ANSWERS_FILE, REQUESTS_FILE
 from abharness.sampler import Sampler
 from abharness.spec import ExperimentSpec, Gsm8kWorkload
 from abharness.storage import append_lines
@@ -41,6 +43,7 @@ class RunContext:
     Attributes:
         questions: Questions of each gsm8k workload.
         versions: What each variant's interpreter reports of itself.
+        hold: Told what the launch of the moment holds of the machine; None when it has given everything back.
     """
 
     spec: ExperimentSpec
@@ -49,6 +52,7 @@ class RunContext:
     reporter: Reporter
     questions: Mapping[str, Questions]
     versions: Mapping[Variant, Mapping[str, str]]
+    hold: Callable[[HeldLaunch | None], None]
 
 
 class Load:
@@ -155,16 +159,17 @@ class Load:
             CellFailed: The server died; it has what was received.
             CellInterrupted: Asked to stop; the same.
         """
-        return loadgen.run_cell(
-            base_url=self.base_url,
-            served_model=self.planned.served_model_name,
-            prompts=sent,
-            output_len=output_len,
-            max_concurrency=shape.max_concurrency,
-            request_timeout_s=self.spec.server.request_timeout_s,
-            alive=self._alive,
-            on_progress=self.run.reporter.advance,
-        )
+        with Beside(self.run.reporter.advance) as told:
+            return loadgen.run_cell(
+                base_url=self.base_url,
+                served_model=self.planned.served_model_name,
+                prompts=sent,
+                output_len=output_len,
+                max_concurrency=shape.max_concurrency,
+                request_timeout_s=self.spec.server.request_timeout_s,
+                alive=self._alive,
+                on_progress=told.put,
+            )
 
     def _warm_up(self, shape: Shape) -> None:
         for wave in warmup.waves(shape):
@@ -187,7 +192,7 @@ class Load:
             self._enter(shape.label if shape.repeats == 1 else f"{shape.label} repeat {repeat + 1}/{shape.repeats}")
             sent = self.next_prompts(shape, shape.num_prompts, f"repeat {repeat}", shape.input_len)
             watch = WindowWatch(
-                self.base_url, self.folder / LOG_FILE, self.planned.cache_dirs, self._sampler, self._tree
+                self.base_url, self.planned.log_path, self.planned.cache_dirs, self._sampler, self._tree
             )
             try:
                 traffic = self.drive(shape, sent, shape.output_len)
@@ -234,24 +239,29 @@ class Load:
         started_s = time.monotonic()
         records: list[AnswerRecord] = []
 
-        def on_answer(index: int, reply: Reply) -> None:
-            records.append(self._answer_record(workload, ready, index, reply))
-            append_lines(self.folder / ANSWERS_FILE, records[-1:])
-            self.run.reporter.advance(len(records), workload.num_questions)
+        def write(record: AnswerRecord, done: int) -> None:
+            append_lines(self.folder / ANSWERS_FILE, [record])
+            self.run.reporter.advance(done, workload.num_questions)
 
-        ask(
-            base_url=self.base_url,
-            served_model=self.planned.served_model_name,
-            prompts=[prompt.messages or prompt.text or "" for prompt in ready.prompts],
-            max_tokens=workload.max_tokens,
-            max_concurrency=workload.max_concurrency,
-            logprobs=workload.logprobs,
-            stop=ready.prompts[0].stop,
-            seed=self.spec.design.seed,
-            request_timeout_s=self.spec.server.request_timeout_s,
-            alive=self._alive,
-            on_answer=on_answer,
-        )
+        with Beside(write) as writer:
+
+            def on_answer(index: int, reply: Reply) -> None:
+                records.append(self._answer_record(workload, ready, index, reply))
+                writer.put(records[-1], len(records))
+
+            ask(
+                base_url=self.base_url,
+                served_model=self.planned.served_model_name,
+                prompts=[prompt.messages or prompt.text or "" for prompt in ready.prompts],
+                max_tokens=workload.max_tokens,
+                max_concurrency=workload.max_concurrency,
+                logprobs=workload.logprobs,
+                stop=ready.prompts[0].stop,
+                seed=self.spec.design.seed,
+                request_timeout_s=self.spec.server.request_timeout_s,
+                alive=self._alive,
+                on_answer=on_answer,
+            )
         ended_s = time.monotonic()
         self.accuracy.append(
             AccuracyRun(

@@ -55,7 +55,7 @@ def read_nsys(path: Path) -> Trace:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=1)) as database:
             database.text_factory = lambda raw: raw.decode("utf-8", "replace")
             return _Export(database, path).read()
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter: of its message, which quotes damage
         raise TraceError(
             f"{path} cannot be read: {error}",
             hint="wait for the export to end, or make it again: nsys export --type sqlite FILE.nsys-rep",
@@ -81,7 +81,8 @@ class _Export:
         }
         self._strings: dict[int, str] = {}
         if self._columns.get("StringIds", set()) >= {"id", "value"}:
-            self._strings = dict(database.execute("SELECT id, value FROM StringIds"))
+            rows = database.execute("SELECT id, value FROM StringIds")
+            self._strings = {number: text for number, text in rows if isinstance(number, int) and isinstance(text, str)}
         self._rows = Assembler()
         self._problems: list[str] = []
         self._unusable: dict[str, int] = {}

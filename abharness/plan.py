@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from abharness.record import Variant
-from abharness.redaction import redact
+from abharness.redaction import redact, redact_argv
 from abharness.spec import (
     CACHE_VARIABLES,
     PROBE_PLUGIN,
@@ -91,6 +91,8 @@ class PlannedLaunch:
         probe_dir: Where its processes report about themselves.
         probe_absent: Why the probe cannot be brought into it, or None.
         trace_dir: Where its profiler writes; nothing is there unless the spec asks for a trace.
+        log_path: Where it writes its log while it runs: a results folder may be on a slow disk, and a server that
+            waits for its log answers late.
     """
 
     index: int
@@ -108,6 +110,7 @@ class PlannedLaunch:
     probe_dir: Path
     probe_absent: str | None
     trace_dir: Path
+    log_path: Path
 
     @property
     def label(self) -> str:
@@ -211,6 +214,7 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
         probe_dir=home / "probe",
         probe_absent=absent,
         trace_dir=home / "traces",
+        log_path=home / "server.log",
     )
 
 
@@ -349,7 +353,7 @@ def describe(spec: ExperimentSpec, plan: Plan) -> str:
         )
         lines.append(f"switch     {name}   {shown}")
     for launch in plan.launches:
-        lines += ["", f"launch {launch.label}", f"  command  {shlex.join(launch.argv)}", "  environment"]
+        lines += ["", f"launch {launch.label}", f"  command  {shlex.join(redact_argv(launch.argv))}", "  environment"]
         lines += [f"    {name}={value}" for name, value in sorted(redact(launch.env).items())]
         if launch.not_passed:
             lines.append(f"  not passed on from this shell: {', '.join(launch.not_passed)}")

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from abharness import environments, models, resources
@@ -31,7 +32,7 @@ def make_host(spec: ExperimentSpec, environ: Mapping[str, str]) -> Host:
     """
     token = secrets.token_hex(4)
     # Short: vLLM's sockets live below it, and a socket path ends at 107 bytes.
-    scratch = Path(tempfile.gettempdir()).resolve() / f"ab-{token}"
+    scratch = scratch_parent() / f"ab-{token}"
     return Host(
         pythons={variant: environments.resolve_python(spec.python_of(variant), environ) for variant in VARIANTS},
         model=models.resolve_model(spec.server.model, environ),
@@ -41,6 +42,11 @@ def make_host(spec: ExperimentSpec, environ: Mapping[str, str]) -> Host:
         run_token=token,
         environ=environ,
     )
+
+
+def scratch_parent() -> Path:
+    """The folder in which every run of this user keeps its scratch folder."""
+    return Path(tempfile.gettempdir()).resolve()
 
 
 def free_port() -> int:
@@ -106,18 +112,34 @@ def check_disk(*folders: Path) -> None:
 
 
 def new_run_dir(spec: ExperimentSpec, output: Path) -> Path:
-    """Make the folder of a new run.
+    """Make the folder of a new run; its name comes behind those of all runs beside it, whatever the clock says.
 
     Raises:
         UsageError: It cannot be made.
     """
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = output / spec.experiment / f"{stamp}-{config_hash(spec)}"
+    folder = output / spec.experiment / f"{_next_stamp(output / spec.experiment)}-{config_hash(spec)}"
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise UsageError(f"cannot make {folder}: {error.strerror}", hint="choose another folder with -o") from error
     return folder
+
+
+_STAMP = "%Y%m%dT%H%M%SZ"
+_STAMPED = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{12}")
+
+
+def _next_stamp(parent: Path) -> str:
+    """This moment, or the second after the newest run where the clock was set back since."""
+    now = datetime.now(UTC).strftime(_STAMP)
+    try:
+        stamps = [path.name.partition("-")[0] for path in parent.iterdir() if _STAMPED.fullmatch(path.name)]
+        newest = max(stamps, default="")
+        if newest < now:
+            return now
+        return (datetime.strptime(newest, _STAMP) + timedelta(seconds=1)).strftime(_STAMP)
+    except (OSError, ValueError, OverflowError):
+        return now  # no folder yet, or a name that is no time
 
 
 def run_dir_to_resume(spec: ExperimentSpec, output: Path) -> Path:

@@ -31,7 +31,7 @@ from abharness.envblock import (
     parse_environ,
     shows_title,
 )
-from abharness.redaction import printable
+from abharness.redaction import redact_argv
 from abharness.witnesses import ENGINE_TITLE
 
 if TYPE_CHECKING:
@@ -255,13 +255,18 @@ def tree(root_pid: int) -> list[Process]:
     return descendants(root_pid, processes())
 
 
+def values_of(name: str) -> Iterator[tuple[Process, str]]:
+    """Every process of this user that was started with a variable, re-parented ones too, and its value there."""
+    for one in processes():
+        if _uid(one.pid) == os.getuid():
+            value = read_environ(one.pid).variables.get(name)
+            if value is not None:
+                yield one, value
+
+
 def carrying(name: str, value: str) -> list[Process]:
-    """Every process of this user that was started with a variable of this value, re-parented ones too."""
-    return [
-        one
-        for one in processes()
-        if _uid(one.pid) == os.getuid() and read_environ(one.pid).variables.get(name) == value
-    ]
+    """Every process of this user that was started with a variable of this value."""
+    return [one for one, found in values_of(name) if found == value]
 
 
 def _uid(pid: int) -> int | None:
@@ -272,14 +277,17 @@ def _uid(pid: int) -> int | None:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments as they stand now (a renamed process shows its title); empty when they cannot be read."""
+    """The arguments as they stand now (a renamed process shows its title), secrets hidden; empty: cannot be read."""
+    return redact_argv(arguments(pid))
+
+
+def arguments(pid: int) -> list[str]:
+    """The same with their secrets."""
     try:
         raw = (PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
         return []
-    return (
-        [printable(part.decode("utf-8", "surrogateescape")) for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
-    )
+    return [part.decode("utf-8", "surrogateescape") for part in raw.rstrip(b"\0").split(b"\0")] if raw else []
 
 
 def title(pid: int) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from abharness import procfs
 from abharness.errors import PreflightError
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where the C library keeps named segments and semaphores
-# Names that Python's multiprocessing gives its segments and semaphores.
-SHARED_NAME = re.compile(r"psm_\w+|sem\.mp-\w+")
+# Names that Python's multiprocessing, torch and NCCL give their segments and semaphores.
+SHARED_NAME = re.compile(r"psm_\w+|sem\.mp-\w+|torch_\w+|nccl-\w+")
 POLL_S = 0.1
 # A driver keeps some memory of its own, and frees a context's in steps.
 GPU_MEMORY_TOLERANCE_BYTES = 512 * 2**20
@@ -142,6 +143,16 @@ def check_gpu_free(gpu: GpuMemory) -> None:
             )
 
 
+def file_clock(folder: Path) -> float:
+    """This moment on the clock that stamps the files of a folder, seconds since the epoch.
+
+    Raises:
+        OSError: Nothing can be written there.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
+
+
 def measure_cache(before: CacheEvidence, since: float) -> CacheEvidence:
     """The same cache directory with what it holds now.
 
@@ -242,30 +253,32 @@ def named(pids: Iterable[int]) -> str:
 class SharedMemory:
     """The named shared memory of one launch: what a killed vLLM leaves in /dev/shm is removed if provably its own.
 
-    A name counts as its own when it appeared after `begin`, was open or mapped in one of its processes at a `note`,
+    A name counts as its own when it appeared after the start, was open or mapped in one of its processes at a `note`,
     belongs to this user, and is in use by nobody. A name that merely appeared meanwhile may be anybody's and stays.
     """
 
-    def __init__(self) -> None:
-        self._before: set[str] = set()
-        self._ours: set[str] = set()
+    def __init__(self, before: Iterable[str], used: Iterable[str] = ()) -> None:
+        """Begin with names: those that were there before the launch, and those that it is known to have used."""
+        self.before = frozenset(before)
+        self.used = set(used)
 
-    def begin(self) -> None:
-        """Remember what is there before the launch."""
-        self._before = self._names()
+    @classmethod
+    def now(cls) -> Self:
+        """Of a launch that begins now."""
+        return cls(cls._names())
 
     def note(self, pids: Iterable[int]) -> None:
         """Remember what these processes use now."""
         for pid in pids:
-            self._ours |= {Path(path).name for path in procfs.files_in_use(pid, f"{SHARED_MEMORY}/")}
+            self.used |= {Path(path).name for path in procfs.files_in_use(pid, f"{SHARED_MEMORY}/")}
 
     def appeared(self) -> list[str]:
         """Paths that are there and were not before the launch."""
-        return sorted(str(SHARED_MEMORY / name) for name in self._names() - self._before)
+        return sorted(str(SHARED_MEMORY / name) for name in self._names() - self.before)
 
     def remove(self) -> None:
         """Remove what is left and provably ours."""
-        left = (self._names() - self._before) & self._ours
+        left = (self._names() - self.before) & self.used
         if not left:
             return
         in_use = {path for one in procfs.processes() for path in procfs.files_in_use(one.pid, f"{SHARED_MEMORY}/")}

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from abharness import accuracy, provenance
-from abharness.errors import GpuLost, PreflightError, TeardownError, UsageError, VerificationFailed
+from abharness.atomic import unfinished
+from abharness.claims import HeldLaunch
+from abharness.errors import (
+    GpuLost,
+    NewerRecord,
+    PreflightError,
+    RecordError,
+    TeardownError,
+    UsageError,
+    VerificationFailed,
+)
 from abharness.launch import LaunchExecution, utc_now
 from abharness.load import Questions, RunContext
 from abharness.plan import Plan, recorded_hash
 from abharness.progress import Reporter, RunStart
 from abharness.record import LaunchRecord, RunRecord, Variant
-from abharness.redaction import hidden
+from abharness.redaction import hidden, redact_argv, scrub_data
 from abharness.runs import LAUNCH_FILE, RUN_FILE, launches_dir
 from abharness.signals import signals_interrupt
 from abharness.spec import ExperimentSpec, Gsm8kWorkload
@@ -71,14 +79,28 @@ class Runner:
         gpu: Gpu,
         reporter: Reporter,
         versions: Mapping[Variant, Mapping[str, str]],
+        hold: Callable[[HeldLaunch | None], None],
         kept: bool = True,
     ) -> None:
+        """Prepare a run; nothing is started.
+
+        Args:
+            spec: The experiment.
+            plan: Its launches.
+            run_dir: Where everything goes; nobody else uses it.
+            gpu: The devices of the launches.
+            reporter: Told what happens.
+            versions: What each variant's interpreter reports of itself.
+            hold: Told what the launch of the moment holds of the machine; None when it has given everything back.
+            kept: The run folder stays.
+        """
         self.spec = spec
         self.plan = plan
         self.run_dir = run_dir
         self.gpu = gpu
         self.reporter = reporter
         self.versions = versions
+        self.hold = hold
         self.kept = kept
 
     def run(self) -> None:
@@ -89,10 +111,14 @@ class Runner:
             AbharnessError: The run cannot go on.
         """
         questions = load_questions(self.spec)
-        context = RunContext(self.spec, self.plan.config_hash, self.gpu, self.reporter, questions, self.versions)
+        context = RunContext(
+            self.spec, self.plan.config_hash, self.gpu, self.reporter, questions, self.versions, self.hold
+        )
+        for path in unfinished(self.run_dir):
+            path.unlink()
         self._write_run_record()
         failures: Counter[Variant] = Counter()
-        with _one_run_at_a_time(self.run_dir), signals_interrupt():
+        with signals_interrupt():
             on_record = self._on_record()
             self.reporter.begin(self._start(on_record))
             for place, planned in enumerate(self.plan.launches):
@@ -116,8 +142,8 @@ class Runner:
         """Place in the plan -> seconds it took, of every launch that is on record as completed."""
         found: dict[int, float] = {}
         for place, planned in enumerate(self.plan.launches):
-            path = launches_dir(self.run_dir) / planned.label / LAUNCH_FILE
-            if path.exists() and (record := read_model(path, LaunchRecord)).status == "completed":
+            record = self._completed(launches_dir(self.run_dir) / planned.label / LAUNCH_FILE)
+            if record is not None:
                 found[place] = record.wall_s
         return found
 
@@ -134,8 +160,8 @@ class Runner:
 
     def _write_run_record(self) -> None:
         path = self.run_dir / RUN_FILE
-        if path.exists():
-            recorded = read_model(path, RunRecord)
+        recorded = self._recorded(path)
+        if recorded is not None:
             if recorded.config_hash != self.plan.config_hash:
                 raise UsageError(
                     f"{self.run_dir} holds configuration {recorded.config_hash}, not {self.plan.config_hash}"
@@ -159,30 +185,46 @@ class Runner:
             ),
         )
 
+    def _recorded(self, path: Path) -> RunRecord | None:
+        """The record of this run, where it was begun before; one that is damaged is set aside and written anew."""
+        if not path.exists():
+            return None
+        try:
+            return read_model(path, RunRecord)
+        except NewerRecord:
+            raise
+        except RecordError as error:
+            self.reporter.note(f"{error}; set aside and written anew")
+            _set_aside(path, self.run_dir)
+            return None
+
+    def _completed(self, path: Path) -> LaunchRecord | None:
+        """The record of a launch that completed; one that is damaged is as good as none."""
+        if not path.exists():
+            return None
+        try:
+            record = read_model(path, LaunchRecord)
+        except NewerRecord:
+            raise
+        except RecordError as error:
+            self.reporter.note(f"{error}; the launch is run again")
+            return None
+        return record if record.status == "completed" else None
+
 
 def _redacted_spec(spec: ExperimentSpec) -> dict[str, Any]:
     data = spec.model_dump(mode="json")
     for holder in (data["server"], *data["variants"].values()):
         holder["env"] = {name: None if value is None else hidden(name, value) for name, value in holder["env"].items()}
-    return data
+        holder["serve_args"] = redact_argv(holder["serve_args"])
+    return dict(scrub_data(data))
 
 
 def _set_aside(folder: Path, run_dir: Path) -> None:
-    """Move a broken launch's folder out of the way: what it measured is kept, and never mixed with the new one."""
+    """Move what is broken out of the way: what was measured is kept, and never mixed with what comes."""
     if not folder.exists():
         return
     attempts = run_dir / "attempts"
     attempts.mkdir(exist_ok=True)
     number = sum(path.name.startswith(f"{folder.name}.") for path in attempts.iterdir())
     folder.rename(attempts / f"{folder.name}.{number + 1}")
-
-
-@contextlib.contextmanager
-def _one_run_at_a_time(run_dir: Path) -> Iterator[None]:
-    with (run_dir / ".lock").open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"{run_dir} is in use by another abharness run", hint="wait for it to end") from error
-        yield
-    (run_dir / ".lock").unlink(missing_ok=True)

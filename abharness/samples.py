@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from abharness import energy
 from abharness.atomic import replacing
-from abharness.errors import RecordError
+from abharness.errors import RecordError, first_line
 from abharness.windows import GpuWindow, Sampling
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class Reading:
     power_limit_w: float | None
 
 
+LARGEST_NUMBER = 1e15
+"""Of any unit in a sample; what is larger is damage."""
+
 LATER_FIELDS = ("energy_j", "power_limit_w")
 """Columns that files of earlier versions lack: unknown in their samples."""
 
@@ -71,14 +74,19 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    columns = {name: [getattr(sample, name) for sample in samples] for name in _schema().names}
+    with replacing(path) as out:
+        pyarrow.parquet.write_table(pyarrow.table(columns, schema=_schema()), out, compression="zstd")
+
+
+def _schema() -> Any:
+    import pyarrow
+
     number, whole = pyarrow.float64(), pyarrow.int64()
     types = {"t_s": number, "uuid": pyarrow.string(), "memory_used_bytes": whole}
     types["reasons"] = pyarrow.list_(pyarrow.string())
     names = ["t_s", "uuid", *(field.name for field in fields(Reading))]
-    schema = pyarrow.schema([(name, types.get(name, number)) for name in names])
-    columns = {name: [getattr(sample, name) for sample in samples] for name in names}
-    with replacing(path) as out:
-        pyarrow.parquet.write_table(pyarrow.table(columns, schema=schema), out, compression="zstd")
+    return pyarrow.schema([(name, types.get(name, number)) for name in names])
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -91,14 +99,21 @@ def read_samples(path: Path) -> list[Sample]:
     import pyarrow.parquet
 
     try:
-        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        later = dict.fromkeys(LATER_FIELDS)
-        return [
-            Sample(**{**later, **row, "reasons": None if row["reasons"] is None else tuple(row["reasons"])})
-            for row in rows
-        ]
-    except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise RecordError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        table = pyarrow.parquet.read_table(path)
+        for name in LATER_FIELDS:
+            if name not in table.schema.names:
+                table = table.append_column(name, pyarrow.nulls(table.num_rows, pyarrow.float64()))
+        table = table.select(_schema().names).cast(_schema())
+        table.validate(full=True)
+        rows: list[dict[str, Any]] = table.to_pylist()
+        for row in rows:
+            if row["t_s"] is None or row["uuid"] is None or None in (row["reasons"] or ()):
+                raise ValueError("a sample without its moment, its GPU or the name of a reason")
+            if any(isinstance(value, float) and not abs(value) <= LARGEST_NUMBER for value in row.values()):
+                raise ValueError("a number out of range")
+        return [Sample(**{**row, "reasons": None if row["reasons"] is None else tuple(row["reasons"])}) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, pyarrow.ArrowException) as error:
+        raise RecordError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def by_gpu(samples: Sequence[Sample]) -> dict[str, list[Sample]]:

@@ -22,23 +22,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO, Self
 
 from abharness import procfs
+from abharness.claims import HeldLaunch
 from abharness.errors import PreflightError, ServerDied, ServerNotReady, TeardownError, WrongServer
-from abharness.redaction import is_secret, shell_word
+from abharness.redaction import is_secret, redact_argv, scrub, shell_word
 from abharness.resources import (
     SharedMemory,
     changed_files,
     check_caches_empty,
     check_gpu_free,
     check_port_free,
+    file_clock,
     measure_cache,
     memory_problem,
     named,
     port_problem,
 )
+from abharness.tree import ORDERLY, ProcessTree
 from abharness.witnesses import ENGINE_TITLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -108,13 +111,12 @@ class VllmServer:
         self.stop_s: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._log: BinaryIO | None = None
-        self._known: dict[tuple[int, int], str] = {}
+        self._tree = ProcessTree(command.sentinel)
         self._caches: list[CacheEvidence] = []
         self._memory_before: dict[str, int] = {}
-        self._shared = SharedMemory()
+        self._shared = SharedMemory.now()
         self._started_wall = 0.0
         self._started = 0.0
-        self._observed = 0.0
 
     def __enter__(self) -> Self:
         try:
@@ -162,10 +164,9 @@ class VllmServer:
         check_gpu_free(command.gpu)
         self._caches = check_caches_empty(command.cache_dirs)
         self._memory_before = {uuid: command.gpu.memory_used_bytes(uuid) for uuid in command.gpu.uuids()}
-        self._shared.begin()
         try:
             self._log = command.log_path.open("wb")
-            self._started_wall, self._started = time.time(), time.monotonic()
+            self._started_wall, self._started = file_clock(command.log_path.parent), time.monotonic()
             # Its own session: Ctrl-C in our terminal reaches us, and we stop the server in order.
             self._process = subprocess.Popen(
                 list(command.argv),
@@ -178,7 +179,10 @@ class VllmServer:
             )
         except OSError as error:
             raise PreflightError(f"the server cannot be started: {error}", hint=BY_HAND) from error
-        self.observe()
+        # Not collected yet, so the pid is still its own, even where it has ended already.
+        ticks = procfs.start_ticks(self._process.pid)
+        self._tree.grow_from(None if ticks is None else (self._process.pid, ticks))
+        self._tree.observe()
 
     def wait_ready(
         self,
@@ -216,7 +220,7 @@ class VllmServer:
                 if outcome is None and owner is not None:
                     self._raise_if_dead("right after its first completion")
                     self.socket_owner_pid, self.ready_s = owner, attempt.ended - self._started
-                    self._shared.note(pid for pid, _ in self._remaining())
+                    self._shared.note(pid for pid, _ in self._tree.remaining())
                     return
                 outcome, attempt = outcome or "the listening socket was closed again", None
                 reason = outcome
@@ -235,27 +239,29 @@ class VllmServer:
 
     def observe(self) -> list[procfs.Process]:
         """Look at the process tree and remember everybody in it; returns those alive now."""
-        if self._process is None:
-            return []
-        everything = list(procfs.processes())
-        root = self._process.pid
-        ours = {one.pid: one for one in procfs.descendants(root, everything)}
-        ours.update((one.pid, one) for one in everything if one.session == root)
-        # A re-parented process may have started others since.
-        for pid, ticks in list(self._known):
-            ours.update((one.pid, one) for one in procfs.descendants(pid, everything) if procfs.is_alive(pid, ticks))
-        for one in ours.values():
-            title = procfs.title(one.pid)
-            # What ends has no title any more: the one it had tells what it was.
-            if one.state in "ZX" or title.startswith("["):
-                title = self._known.get((one.pid, one.start_ticks), title)
-            self._known[one.pid, one.start_ticks] = title
-        self._observed = time.monotonic()
-        return [one for one in ours.values() if one.state not in "ZX"]
+        return [] if self._process is None else self._tree.observe()
 
     def known(self) -> list[tuple[int, int]]:
         """`(pid, start_ticks)` of every process ever seen in the tree."""
-        return list(self._known)
+        return list(self._tree.known)
+
+    def held(self, keep_log: Path) -> HeldLaunch:
+        """What the launch holds of the machine by now, for whoever has to clear it away should this process die.
+
+        Args:
+            keep_log: Where its log is to be kept then.
+        """
+        return HeldLaunch(
+            sentinel=self.command.sentinel,
+            host=self.command.host,
+            port=self.command.port,
+            root=self._tree.root,
+            known=self.known(),
+            shared_before=sorted(self._shared.before),
+            shared_used=sorted(self._shared.used),
+            log=str(self.command.log_path),
+            keep_log=str(keep_log.absolute()),
+        )
 
     def alive(self) -> str | None:
         """None while the server and its engine processes run, else what has ended."""
@@ -263,9 +269,9 @@ class VllmServer:
             return "the server was not started"
         if self._process.poll() is not None:
             return f"the server {_status(self._process.returncode)}"
-        if time.monotonic() - self._observed > 5.0:
+        if time.monotonic() - self._tree.observed_s > 5.0:
             self.observe()
-        for (pid, ticks), title in self._known.items():
+        for (pid, ticks), title in self._tree.known.items():
             if title.startswith(ENGINE_TITLE) and not procfs.is_alive(pid, ticks):
                 return f"{title.split(' ')[0]} (pid {pid}) has ended, the server (pid {self._process.pid}) runs on"
         return None
@@ -292,7 +298,7 @@ class VllmServer:
         """
         began = time.monotonic()
         try:
-            self._end_processes([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+            self._end_processes(ORDERLY)
         except KeyboardInterrupt:
             # Asked twice: no more waiting for a clean end, but still an end.
             self._end_processes([signal.SIGKILL])
@@ -302,7 +308,9 @@ class VllmServer:
                 self._log.close()
         if self._process is None or self.stop_s is not None:
             return
-        problems = [f"pid {pid} ({self._known[pid, ticks]}) is still there" for pid, ticks in self._remaining()]
+        problems = [
+            f"pid {pid} ({self._tree.known[pid, ticks]}) is still there" for pid, ticks in self._tree.remaining()
+        ]
         command = self.command
         problems += port_problem(command.host, command.port, command.grace_s)
         problems += memory_problem(command.gpu, self._memory_before, command.gpu_release_s)
@@ -319,11 +327,16 @@ class VllmServer:
 
     def cache_evidence(self) -> list[CacheEvidence]:
         """What each cache directory holds now."""
-        return [measure_cache(one, self._started_wall) for one in self._caches]
+        return [measure_cache(one, self._since_wall()) for one in self._caches]
 
     def defaults_touched(self) -> list[str]:
         """Files below the watched default cache locations that changed since the start; the walk is bounded."""
-        return changed_files(self.command.watched_defaults, self._started_wall)
+        return changed_files(self.command.watched_defaults, self._since_wall())
+
+    def _since_wall(self) -> float:
+        """The start on the clock that gives files their times; earlier, where that was set back since."""
+        now = file_clock(self.command.log_path.parent)
+        return min(self._started_wall, now - (time.monotonic() - self._started))
 
     def leftovers(self) -> list[str]:
         """Shared-memory names that appeared during the launch and could not be proven its own."""
@@ -331,11 +344,11 @@ class VllmServer:
 
     def log_text(self) -> str:
         """The server's output; of a very long one its first 48 and last 16 MiB."""
-        return _read_bounded(self.command.log_path, LOG_HEAD_BYTES, LOG_TAIL_BYTES)
+        return scrub(_read_bounded(self.command.log_path, LOG_HEAD_BYTES, LOG_TAIL_BYTES))
 
     def log_tail(self, lines: int = 40) -> list[str]:
         """The last lines of the output, without colours, each cut to 400 characters."""
-        text = ANSI.sub("", _read_bounded(self.command.log_path, 0, 2**18))
+        text = scrub(ANSI.sub("", _read_bounded(self.command.log_path, 0, 2**18)))
         return [line[:400] for line in text.splitlines()[-lines:]]
 
     def by_hand(self) -> str:
@@ -344,13 +357,13 @@ class VllmServer:
         Secrets are taken from the shell's own variables; where one is not set there, the shell refuses.
         """
         variables = [
-            f'{name}="${{{name}:?}}"' if is_secret(name, value) else f"{name}={shell_word(value)}"
+            f'{name}="${{{name}:?}}"' if is_secret(name, value) else f"{name}={shell_word(scrub(value))}"
             for name, value in self.command.env.items()
         ]
         # The launch's own folders are gone once it is over.
         folders = [str(self.command.cwd), *(value for name, value in self.command.env.items() if name == "TMPDIR")]
         place = f"mkdir -p {' '.join(map(shell_word, folders))} && cd {shell_word(folders[0])} &&"
-        return " ".join([place, "env", "-i", *variables, *map(shell_word, self.command.argv)])
+        return " ".join([place, "env", "-i", *variables, *map(shell_word, redact_argv(self.command.argv))])
 
     # Inside.
 
@@ -374,7 +387,7 @@ class VllmServer:
             found = procfs.listeners(self.command.host, self.command.port)
             if not found:
                 return None
-            own = {pid for pid, ticks in self._known if procfs.is_alive(pid, ticks)}
+            own = {pid for pid, ticks in self._tree.known if procfs.is_alive(pid, ticks)}
             # Whoever holds the socket may accept: one stranger beside our own is one too many.
             pids = sorted({pid for one in found for pid in one.pids} - own)
             if not pids and all(one.pids for one in found):
@@ -390,40 +403,16 @@ class VllmServer:
             log_tail=self.log_tail(),
         )
 
-    def _remaining(self) -> list[tuple[int, int]]:
-        return [(pid, ticks) for pid, ticks in self._known if procfs.is_alive(pid, ticks)]
-
     def _end_processes(self, numbers: Sequence[signal.Signals]) -> None:
         if not self._started:
             return
-        self._adopt_carriers()
-        self._shared.note(pid for pid, _ in self._remaining())
-        for number in numbers:
-            # vLLM's server ends its own children in order when it is asked alone; the others are told afterwards.
-            root = self._process.pid if self._process is not None else None
-            targets = [one for one in self._remaining() if number is not signal.SIGINT or one[0] == root]
-            if not targets:
-                continue
-            _signal(targets, number)
-            deadline = time.monotonic() + self.command.grace_s
-            while time.monotonic() < deadline:
-                self.observe()
-                if not self._remaining():
-                    break
-                if number is signal.SIGKILL:
-                    _signal(self._remaining(), number)
-                time.sleep(POLL_S / 2)
-            self._adopt_carriers()
+        self._tree.adopt_carriers()
+        self._shared.note(pid for pid, _ in self._tree.remaining())
+        self._tree.end(numbers, self.command.grace_s)
         if self._process is not None:
             # A child that has ended is to be reaped; its first thread shows as ended a moment before the last one has.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
-
-    def _adopt_carriers(self) -> None:
-        self.observe()
-        for one in procfs.carrying(*self.command.sentinel):
-            if one.pid != os.getpid():
-                self._known.setdefault((one.pid, one.start_ticks), procfs.title(one.pid))
 
 
 class _Attempt:
@@ -461,16 +450,6 @@ def _status(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"was ended by signal {-code}"
-
-
-def _signal(targets: Iterable[tuple[int, int]], number: signal.Signals) -> None:
-    for pid, ticks in targets:
-        # A pid may have been given to another process since: only the one we recorded is signalled.
-        if procfs.is_alive(pid, ticks):
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
 
 
 def _read_bounded(path: Path, head: int, tail: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from abharness import yamlload
+from abharness import redaction, yamlload
 from abharness.errors import SpecError, UsageError
 from abharness.metrics import METRICS
 from abharness.plan import trace_shapes
@@ -65,6 +65,7 @@ def load_spec(path: Path, overrides: Sequence[str] = (), *, aa: bool = False) ->
 def parse_spec(text: str, source: str, overrides: Sequence[str] = (), *, aa: bool = False) -> ExperimentSpec:
     """The same for a text; `source` is the name used in messages."""
     located = yamlload.load(text, source)
+    _remember_secrets(located, overrides)
     if located.data is not None or not located.problems:
         for assignment in overrides:
             yamlload.override(located, assignment)
@@ -75,6 +76,7 @@ def parse_spec(text: str, source: str, overrides: Sequence[str] = (), *, aa: boo
         raise SpecError(
             [f"{source}:1: an experiment is a mapping with experiment, server, variants, ...; found {found}"]
         )
+    _remember_secrets(located, ())
     problems = located.problems + _text_problems(located)
     spec: ExperimentSpec | None = None
     try:
@@ -87,6 +89,23 @@ def parse_spec(text: str, source: str, overrides: Sequence[str] = (), *, aa: boo
     if spec is None or problems:
         raise SpecError(problems or ["the experiment could not be read"])
     return spec
+
+
+def _remember_secrets(located: yamlload.Located, overrides: Sequence[str]) -> None:
+    """A spec that cannot be run is told with what was found in it: its secrets must not be."""
+    pairs = [(str(path[-1]), origin) for path, origin in located.origins.items() if path]
+    for assignment in overrides:
+        # The `=` that is missing may be what is to be told.
+        name, _, value = (assignment if "=" in assignment else assignment.replace(" ", "=", 1)).partition("=")
+        pairs.append((name, yamlload.Origin("", value)))
+    found = [
+        text
+        for name, origin in pairs
+        for text in (origin.text or "", *origin.words)
+        if redaction.SECRET_NAME.search(name)
+    ]
+    argv = [word for path, origin in located.origins.items() if "serve_args" in path for word in origin.words]
+    redaction.remember([*found, *redaction.secrets_of({}, argv)])
 
 
 def spec_warnings(spec: ExperimentSpec) -> list[Finding]:

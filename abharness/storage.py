@@ -17,8 +17,9 @@ from pydantic_core import from_json
 
 from abharness.atomic import replacing
 from abharness.base import Model
-from abharness.errors import RecordError
+from abharness.errors import NewerRecord, RecordError, first_line
 from abharness.record import SCHEMA_VERSION
+from abharness.redaction import scrub, scrub_data
 
 LARGEST_NUMBER = 1e15
 """Of any unit on record; what is larger is damage, and would overflow where it is squared or taken to a power."""
@@ -32,12 +33,12 @@ def write_text_atomic(path: Path, text: str) -> None:
     """
     # Half a surrogate pair, as a server may send it, is escaped: a report is not lost for one character.
     with replacing(path) as out:
-        out.write(text.encode("utf-8", errors="backslashreplace"))
+        out.write(scrub(text).encode("utf-8", errors="backslashreplace"))
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write JSON data, indented, atomically; NaN and infinity are refused."""
-    write_text_atomic(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_text_atomic(path, json.dumps(scrub_data(data), indent=1, allow_nan=False) + "\n")
 
 
 def write_model(path: Path, model: Model) -> None:
@@ -46,12 +47,24 @@ def write_model(path: Path, model: Model) -> None:
 
 
 def append_lines(path: Path, lines: Sequence[Model]) -> None:
-    """Append records as JSON lines and sync: lines written before a crash stay whole."""
-    text = "".join(json.dumps(line.model_dump(mode="json"), allow_nan=False) + "\n" for line in lines)
-    with path.open("a", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
+    """Append records as JSON lines and sync: lines written before a crash stay whole.
+
+    Raises:
+        OSError: With the path in it; the file is as it was.
+    """
+    text = "".join(json.dumps(scrub_data(line.model_dump(mode="json")), allow_nan=False) + "\n" for line in lines)
+    with path.open("ab", buffering=0) as out:
+        before = out.tell()
+        try:
+            # Unbuffered: what does not fit is not tried again when the file is closed.
+            rest = memoryview(text.encode("utf-8", errors="backslashreplace"))
+            while rest:
+                rest = rest[out.write(rest) :]
+            os.fsync(out.fileno())
+        except OSError as error:
+            out.truncate(before)
+            error.filename = error.filename or str(path)
+            raise
 
 
 M = TypeVar("M", bound=Model)
@@ -59,8 +72,10 @@ M = TypeVar("M", bound=Model)
 
 def _migrate(data: dict[str, Any], path: Path) -> dict[str, Any]:
     version = data.get("schema_version")
-    if version is not None and (type(version) is not int or version > SCHEMA_VERSION or version < 1):
-        raise RecordError(
+    if version is not None and (type(version) is not int or version < 1):
+        raise RecordError(f"{path}: schema version {version!r}", hint="the file is damaged")
+    if version is not None and version > SCHEMA_VERSION:
+        raise NewerRecord(
             f"{path}: schema version {version!r}, this abharness reads up to {SCHEMA_VERSION}",
             hint="upgrade abharness to the version that wrote it",
         )
@@ -168,7 +183,7 @@ def read_lines(path: Path, kind: type[M]) -> tuple[list[M], list[str]]:
         try:
             records.append(_line(line, kind, plain=plain))
         except (ValueError, RecursionError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             warnings.append(f"{path}:{number}: line dropped: {reason}")
     return records, warnings
 

@@ -9,19 +9,22 @@ import json
 from array import array
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from abharness.atomic import replacing
-from abharness.errors import RecordError, TraceError
+from abharness.errors import RecordError, TraceError, first_line
 from abharness.kineto import read_kineto
 from abharness.nsys import SQLITE_MAGIC, read_nsys
-from abharness.timeline import KINDS, UNKNOWN, Kernel, Kernels, Phase, Step, Trace
+from abharness.timeline import KINDS, UNKNOWN, Kernel, Kernels, Phase, Source, Step, Trace, sane
 
 __all__ = ["Kernel", "Kernels", "Phase", "Step", "Trace", "read_kernels", "read_trace", "write_kernels"]
 
 RAW_SUFFIXES = (".nsys-rep", ".qdrep")
 PARQUET_MAGIC = b"PAR1"
 SCHEMA_VERSION = 1
+MOST_S = 1e10
+"""Later than any trace goes on, seconds."""
+
 _HEAD = b"abharness.trace"
 _TIMES = ("start", "duration")
 _NULLABLE = ("stream", "device", "graph_node", "step")
@@ -114,6 +117,7 @@ def read_kernels(path: Path) -> Trace:
 
     try:
         table = pyarrow.parquet.read_table(path)
+        table.validate(full=True)
         head = json.loads((table.schema.metadata or {})[_HEAD])
         if head["schema_version"] != SCHEMA_VERSION:
             raise RecordError(
@@ -122,7 +126,19 @@ def read_kernels(path: Path) -> Trace:
         names = table["name"].combine_chunks()
         kinds = table["kind"].combine_chunks()
         places = array("b", [KINDS.index(name) for name in kinds.dictionary.to_pylist()])
+        _check_head(head)
+        if any(
+            table.schema.field(name).type != pyarrow.int64()
+            for name in (*_NULLABLE, *(f"{name}_ns" for name in _TIMES))
+        ):
+            raise ValueError("a column of another type")
+        if not all(map(sane, table["start_ns"].to_pylist(), table["duration_ns"].to_pylist())):
+            raise ValueError("a time that is none")
         numbers = {name: array("q", table[name].fill_null(UNKNOWN).to_pylist()) for name in _NULLABLE}
+        if not all(UNKNOWN <= step < len(head["steps"]) for step in numbers["step"]):
+            raise ValueError("a row of a step that is not there")
+        if not all(isinstance(name, str) for name in names.dictionary.to_pylist()):
+            raise ValueError("a name that is no text")
         return Trace(
             source=head["source"],
             kernels=Kernels(
@@ -140,5 +156,28 @@ def read_kernels(path: Path) -> Trace:
             on_device=head["on_device"],
             repaired=head["repaired"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
-        raise RecordError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, pyarrow.ArrowException
+    ) as error:  # fmt: skip
+        raise RecordError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def _check_head(head: dict[str, Any]) -> None:
+    """Refuse what is not as `write_kernels` writes it: what is drawn from it must not stumble later.
+
+    Raises:
+        ValueError: It is not.
+    """
+    texts = (head["unsegmented"], head["problem"])
+    whole = head["source"] in get_args(Source) and all(text is None or isinstance(text, str) for text in texts)
+    whole = whole and type(head["on_device"]) is bool and type(head["repaired"]) is int
+    for place, step in enumerate(head["steps"]):
+        counts = [value for name, value in step.items() if name not in ("index", "start_s")]
+        whole = whole and step["index"] == place and isinstance(step["start_s"], int | float)
+        whole = whole and abs(step["start_s"]) < MOST_S and all(one is None or _is_count(one) for one in counts)
+    if not whole:
+        raise ValueError("its head is damaged")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**62

@@ -33,6 +33,11 @@ class Origin:
     text: str | None
     from_command_line: bool = False
 
+    @property
+    def words(self) -> list[str]:
+        """The text cut at its spaces, as a shell would have it."""
+        return (self.text or "").split()
+
 
 @dataclass(slots=True)
 class Located:
