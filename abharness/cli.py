@@ -165,13 +165,15 @@ def _verify_env(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from abharness import compare
-
     if arguments.html is not None and (arguments.html.is_dir() or not arguments.html.parent.is_dir()):
         raise _usage(f"--html {arguments.html}: expected a file in a folder that exists")
+    # No matrices are multiplied here: threads for that would only be started, and waited for.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Records hold no cycles, and looking for some in so many objects takes a third of the time.
     gc.disable()
     try:
+        from abharness import compare
+
         comparisons = compare.compare_folders(arguments.folders, arguments.allow)
     finally:
         gc.enable()
