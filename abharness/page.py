@@ -125,6 +125,7 @@ class Article:
         verdict: Class of its outcome: `regression`, `no-regression`, `no-verdict`, `launch-failed`.
         problems: What stands against a verdict, with the next steps.
         trails_absent: Why no clocks are drawn, or None.
+        diffs: By workload, the changed answers side by side, each with what is told of it in a sentence.
         diffs_more: Changed answers that are not shown.
         declared: What differs by declaration: name, baseline, candidate.
         spec: The resolved spec as YAML.
@@ -137,7 +138,7 @@ class Article:
     tables: list[Table]
     footnotes: list[str]
     curves: list[Figure]
-    diffs: dict[str, list[AnswerDiff]]
+    diffs: dict[str, list[tuple[AnswerDiff, str]]]
     diffs_more: int
     declared: list[tuple[str, str, str]]
     switches: list[proofs.SwitchProof]
@@ -299,7 +300,7 @@ def _curve(kind: str, name: str, rows: Sequence[tuple[int, Row]]) -> str:
     return plots.curves_plot(curves, xlabel=over, unit=metric.display_unit, about=f"{name} over {over}, both variants")
 
 
-def _diffs(item: Accuracy, launches: Mapping[Variant, Sequence[Launch]]) -> Iterator[AnswerDiff]:
+def _diffs(item: Accuracy, launches: Mapping[Variant, Sequence[Launch]]) -> Iterator[tuple[AnswerDiff, str]]:
     """The changed answers side by side, of the launches that the comparison took them from: the first of each variant."""
     tables: list[dict[int, AnswerRecord]] = [
         {record.doc_id: record for record in launches[variant][0].answers.get(item.workload, [])}
@@ -307,7 +308,8 @@ def _diffs(item: Accuracy, launches: Mapping[Variant, Sequence[Launch]]) -> Iter
     ]
     for change in item.changed[:MOST_DIFFS]:
         records = [table[change.doc_id] for table in tables]
-        yield answer_diff(records[0], records[1], change.flip, (change.baseline, change.candidate))
+        told = report.told_change(change).partition("; ")[2]
+        yield answer_diff(records[0], records[1], change.flip, (change.baseline, change.candidate)), told
 
 
 def _trails(launches: Sequence[Launch], budget: Budget) -> tuple[list[Figure], str | None]:

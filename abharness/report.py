@@ -139,7 +139,7 @@ def _accuracy_rows(item: Accuracy, notes: _Footnotes) -> list[list[str]]:
     for state in ("truncated", "no_answer", "error"):
         if any(item.states[variant].get(state) for variant in VARIANTS):
             rows.append([state, *(str(item.states[variant].get(state, 0)) for variant in VARIANTS), ""])
-    marks = "".join(f" {notes.mark(_changed(change))}" for change in item.changed[:NAMED_CHANGES])
+    marks = "".join(f" {notes.mark(told_change(change))}" for change in item.changed[:NAMED_CHANGES])
     if len(item.changed) > NAMED_CHANGES:
         marks += f" and {len(item.changed) - NAMED_CHANGES} more"
     differ = f"{len(item.changed)} of {item.num_questions} answers differ{marks}"
@@ -149,7 +149,8 @@ def _accuracy_rows(item: Accuracy, notes: _Footnotes) -> list[list[str]]:
     return rows
 
 
-def _changed(change: ChangedAnswer) -> str:
+def told_change(change: ChangedAnswer) -> str:
+    """One changed answer in a sentence: what, where the texts part, whether that was a near-tie, who else flips it."""
     flip = change.flip
     text = f"question {change.doc_id}: {change.baseline} against {change.candidate}"
     if flip.position is not None:
