@@ -235,6 +235,8 @@ def _explain(error: ValidationError, located: yamlload.Located) -> list[tuple[st
     """Pydantic's errors as (message, dotted field), one line each."""
     lines: list[tuple[str, str]] = []
     for item in error.errors():
+        if item["type"] == "too_short" and len(item["input"]) >= item["ctx"]["min_length"]:
+            continue  # enough are there; those with faults of their own, told apart, are not counted
         # A discriminated union puts its tag into the location; the file has no such level.
         data: Any = located.data
         path: yamlload.Path = ()

@@ -259,3 +259,10 @@ def test_what_looks_like_a_reference_to_a_variable_is_told(tmp_path: Path, capsy
     path.write_text(GOOD.replace('SHARED: "1"', 'SHARED: "^a$|costs 5 $"'))
     assert main(["run", str(path), "--dry-run", "--set", "server.python=managed:cpu"]) == 0
     assert "takes nothing from the environment" not in capsys.readouterr().err
+
+
+def test_a_fault_in_the_only_workload_is_told_once() -> None:
+    head = GOOD.partition("workloads:")[0]
+    line = "workloads: [{name: d, kind: decode, input_len: 8, output_len: 8, max_concurrency: 1, num_promts: 2}]\n"
+    assert "workloads[0].num_promts: unknown key" in one_problem(head + line)
+    assert "workloads: found a list; tuple should have at least 1 item" in one_problem(head + "workloads: []\n")
