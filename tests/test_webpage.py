@@ -191,7 +191,7 @@ def test_answers_stand_side_by_side_with_the_token_at_which_they_part(tmp_path: 
     assert "question 3: 3 against 4 (right: 3; they part at token 6)" in text
     assert "<mark>3</mark>." in page
     assert "<mark>&lt;</mark>b&gt;4." in page
-    assert "diverges at token 6, not a near-tie (gaps 0.02 and 0.02 nats)" in text
+    assert "diverges at token 6; more than two tokens tie here, and the record keeps only the runner-up" in text
     # exp(-0.7) and exp(-0.72), as recorded.
     assert '"<" 49.7%, "?" 48.7%' in text
 
