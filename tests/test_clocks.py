@@ -114,7 +114,8 @@ def run(
 def test_an_honest_run_on_a_gpu_has_its_samples_windows_and_pids_on_record(tmp_path: Path) -> None:
     done = run(tmp_path, {"gpu": {"power_w": 412.5, "reasons": ["sw_power_cap"]}})
     assert (done.code, done.comparison["codes"]) == (0, []), done.out
-    assert {item["finding"]["code"] for item in done.comparison["advice"]} <= {"effect_unproven"}
+    # Other programs at work on the test's machine are rightly told of.
+    assert {item["finding"]["code"] for item in done.comparison["advice"]} <= {"effect_unproven", "host_busy"}
     for label in ("0-baseline", "1-candidate"):
         record = done.launch(label)
         (cell,) = record.cells

@@ -147,7 +147,8 @@ def test_on_paper_nothing_is_folded_away(browser: Any, hostile: Path) -> None:
         e => e.checkVisibility({contentVisibilityAuto: true}) && e.getBoundingClientRect().height > 10)"""
     assert set(page.evaluate(folded)) == {False}
     page.emulate_media(media="print", color_scheme="dark")
-    assert set(page.evaluate(folded)) == {True}
+    # What was not rendered until now is laid out in one of the next frames.
+    page.wait_for_function(f"({folded}).every(Boolean)", timeout=10_000)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
 
 
