@@ -176,6 +176,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
         comparisons = compare.compare_folders(arguments.folders, arguments.allow)
     finally:
+        gc.freeze()  # nor when the process ends
         gc.enable()
     if arguments.html is not None:
         from abharness import webpage
