@@ -58,11 +58,14 @@ def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def building(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
+def building(folder: Path, progress: Callable[[str], None]) -> Iterator[int]:
     """Hold the one lock of a managed folder, `.<name>.lock` beside it, while changing the folder.
 
-    Waits for another holder, saying so. The kernel gives the lock back when its holder dies, so that a killed build
-    blocks nobody.
+    Waits for another holder, saying so. The kernel gives the lock back when its holders are dead, so that a killed
+    build blocks nobody for longer than the command it had started lives.
+
+    Yields:
+        The lock's file descriptor, for `run_logged`.
 
     Raises:
         InstallError: For whatever the file system refuses, inside the block too.
@@ -76,7 +79,7 @@ def building(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
             except BlockingIOError:
                 progress(f"another process is building {folder}; waiting for it")
                 fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
+            yield handle.fileno()
     except OSError as error:
         raise InstallError(
             f"{error.filename or folder}: {error.strerror}",
@@ -106,7 +109,7 @@ def require_disk(folder: Path, needed_bytes: int) -> None:
 
 
 def run_logged(
-    argv: Sequence[str | Path], *, environ: Mapping[str, str], log: Path, on_line: Callable[[str], None]
+    argv: Sequence[str | Path], *, environ: Mapping[str, str], log: Path, lock: int, on_line: Callable[[str], None]
 ) -> tuple[int, list[str]]:
     """Run one command to its end, both its streams appended to a log file.
 
@@ -114,6 +117,8 @@ def run_logged(
         argv: The command.
         environ: Its whole environment.
         log: File that the command line and every output line are appended to.
+        lock: What `building` gave. The command holds it too: where this process is killed, pip may live on and go on
+            writing, and nobody may build in its folder until it has ended.
         on_line: Called with each output line, without its end.
 
     Returns:
@@ -137,6 +142,7 @@ def run_logged(
                 text=True,
                 errors="replace",
                 cwd=log.parent,
+                pass_fds=[lock],
             )
         except OSError as error:
             raise InstallError(f"{command[0]} cannot be started: {error.strerror}") from error

@@ -195,7 +195,7 @@ def install(
     recipe = _recipe(name, environ)
     if _not_ready(recipe) is None:
         return recipe.python
-    with building(recipe.folder, progress):
+    with building(recipe.folder, progress) as lock:
         reason = _not_ready(recipe)  # again: another process may have built it while this one waited
         if reason is None:
             return recipe.python
@@ -204,7 +204,7 @@ def install(
             shutil.rmtree(recipe.folder)
         require_disk(recipe.folder, recipe.needed_bytes)
         recipe.folder.mkdir(parents=True)
-        _Build(recipe, child_environ(environ), progress).run(python or Path(sys.executable))
+        _Build(recipe, child_environ(environ), lock, progress).run(python or Path(sys.executable))
     return recipe.python
 
 
@@ -212,6 +212,7 @@ def install(
 class _Build:
     recipe: _Recipe
     environ: dict[str, str]
+    lock: int
     progress: Callable[[str], None]
 
     def run(self, base_python: Path) -> None:
@@ -246,7 +247,8 @@ class _Build:
         return [self.recipe.python, "-m", "pip", "--no-input", command, "--progress-bar", "off", *arguments]
 
     def _step(self, what: str, *argv: str | Path) -> None:
-        status, tail = run_logged(argv, environ=self.environ, log=self._log, on_line=_PipLines(self.progress))
+        lines = _PipLines(self.progress)
+        status, tail = run_logged(argv, environ=self.environ, log=self._log, lock=self.lock, on_line=lines)
         if status != 0:
             raise InstallError(
                 f"{self.recipe.name}: {what} failed with exit status {status}:\n" + "\n".join(tail),
@@ -263,6 +265,7 @@ class _Build:
             self._pip("install", "--dry-run", "--no-deps", torch),
             environ=self.environ,
             log=self._log,
+            lock=self.lock,
             on_line=lambda _line: None,
         )
         if status == 0:

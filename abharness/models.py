@@ -144,7 +144,7 @@ def fetch(name: str, *, python: Path, environ: Mapping[str, str], progress: Call
     directory = _directory(source, environ)
     if is_fetched(name, environ):
         return directory
-    with building(directory, progress):
+    with building(directory, progress) as lock:
         if is_fetched(name, environ):  # another process may have made it while this one waited
             return directory
         scratch = directory.with_name(f".{directory.name}.building")
@@ -155,7 +155,7 @@ def fetch(name: str, *, python: Path, environ: Mapping[str, str], progress: Call
         scratch.mkdir()
         log = directory.with_name(f"{directory.name}.log")
         log.unlink(missing_ok=True)
-        _build(source, scratch, _Steps(name, child_environ(environ), log, progress), python)
+        _build(source, scratch, _Steps(name, child_environ(environ), log, lock, progress), python)
         if directory.exists():
             progress(f"{name}: made by another recipe than this abharness ships; replacing {directory}")
             shutil.rmtree(directory)
@@ -170,6 +170,7 @@ class _Steps:
     name: str
     environ: Mapping[str, str]
     log: Path
+    lock: int
     progress: Callable[[str], None]
 
     def say(self, what: str) -> None:
@@ -177,7 +178,7 @@ class _Steps:
 
     def run(self, what: str, argv: Sequence[str | Path], hint: str) -> list[str]:
         self.say(what)
-        status, tail = run_logged(argv, environ=self.environ, log=self.log, on_line=lambda _line: None)
+        status, tail = run_logged(argv, environ=self.environ, log=self.log, lock=self.lock, on_line=lambda _line: None)
         if status != 0:
             raise InstallError(
                 f"{self.name}: {what} failed with exit status {status}:\n" + "\n".join(tail),

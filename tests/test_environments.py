@@ -184,6 +184,8 @@ def test_a_build_that_was_killed_is_rebuilt(bench: Bench) -> None:
     assert not environments.is_installed("managed:gpu", bench.environ)
     bench.install("managed:gpu")
     assert environments.is_installed("managed:gpu", bench.environ)
+    # The killed build's pip lives on and writes; nobody builds in its folder meanwhile.
+    assert "another process is building" in bench.said[0]
     assert any("did not finish" in line and "rebuilding" in line for line in bench.said)
 
 

@@ -6,13 +6,14 @@ believable environment. Its behaviour is set by environment variables:
     FAKE_CALLS        file that each call's arguments are appended to, one JSON list a line
     FAKE_NO_TORCH     pip's configured places have no torch
     FAKE_INSTALL_SAYS pip install prints this and ends with status 1
-    FAKE_INSTALL_KILLS pip install kills the process that called it
+    FAKE_INSTALL_KILLS pip install kills the process that called it, and goes on after so many seconds
     FAKE_INSTALL_S    pip install takes so many seconds
     FAKE_DOWNLOAD     file that pip download puts into its destination; without it pip download fails
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
@@ -45,6 +46,8 @@ def pip_install(arguments: list[str]) -> int:
     time.sleep(float(os.environ.get("FAKE_INSTALL_S", "0")))
     if os.environ.get("FAKE_INSTALL_KILLS"):
         os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(float(os.environ["FAKE_INSTALL_KILLS"]))
+        sys.stdout = io.StringIO()  # nobody reads it any more
     from_file = "-r" in arguments
     lines = pathlib.Path(arguments[arguments.index("-r") + 1]).read_text().split() if from_file else arguments[-1:]
     for line in lines:
