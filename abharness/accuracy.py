@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from abharness.answers import FILTERS, FilterName, equals, extract, parse_gold, states_marker_in_full
+from abharness.answers import FILTERS, FilterName, conclusion, equals, extract, parse_gold, states_marker_in_full
 from abharness.errors import UsageError
 from abharness.record import AnswerRecord, AnswerState, Extraction, TokenStep
 
@@ -183,7 +183,7 @@ def _questions(rows: Iterable[tuple[str, Any]], problems: list[str], source: str
             found = sorted(row) if isinstance(row, Mapping) else type(row).__name__
             problems.append(f"{where}: question or answer is missing, empty or no text (found {found}); {_SHAPE}")
             continue
-        gold = parse_gold(answer.rpartition("####")[2]) if "####" in answer else None
+        gold = parse_gold(conclusion(answer))
         if gold is None:
             problems.append(f"{where}: the answer ends in {answer[-40:]!r}; {_SHAPE}")
             continue
@@ -399,7 +399,7 @@ def _scored(
     target: str, text: str, finish_reason: str | None, error: str | None, decided_by: FilterName
 ) -> Score | None:
     """A reply's score, None where the target names no number; launches of one variant often give the same reply."""
-    gold = parse_gold(target.rpartition("####")[2]) if "####" in target else None
+    gold = parse_gold(conclusion(target))
     if gold is None:
         return None
     question = Question(0, "", target, gold)  # only its gold counts

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from abharness.answers import conclusion
 from abharness.flips import Flip
 from abharness.record import AnswerRecord, TokenStep
 
 SHARED_SHOWN = 240
 """Characters of the shared beginning that are shown before the place."""
-
-TARGET_MARK = "####"
-"""What GSM8K writes before the number that its worked solutions end with."""
 
 REST_SHOWN = 700
 """Characters that are shown after it."""
@@ -104,7 +102,7 @@ def answer_diff(baseline: AnswerRecord, candidate: AnswerRecord, flip: Flip, giv
     return AnswerDiff(
         doc_id=baseline.doc_id,
         question=baseline.doc.get("question", ""),
-        target=baseline.target.rpartition(TARGET_MARK)[2].strip(),
+        target=conclusion(baseline.target),
         place=place,
         shared=shared[-SHARED_SHOWN:],
         skipped=max(0, len(shared) - SHARED_SHOWN),

@@ -156,6 +156,11 @@ def equals(value: str, gold: Decimal) -> bool:
     return value == canonical(gold)
 
 
+def conclusion(worked: str) -> str:
+    """What a worked answer of the dataset ends with: the text behind its last `####`; empty where there is none."""
+    return worked.rpartition("####")[2].strip() if "####" in worked else ""
+
+
 def parse_gold(text: str) -> Decimal | None:
     """The number of a dataset's `#### N`, or None when that is not one plain number."""
     bare = text.strip().replace("$", "")

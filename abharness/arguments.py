@@ -206,9 +206,9 @@ def make_parser() -> argparse.ArgumentParser:
     schema = commands.add_parser(
         "schema",
         help="print a JSON Schema",
-        description="Print the JSON Schema of the spec (for editors), of compare --format json, or of a file of a record: "
-        "run (experiment.json), launch (launch.json), evidence (evidence.json), request (a line of requests.jsonl), "
-        "answer (a line of gsm8k.jsonl).",
+        description="Print the JSON Schema of the spec (for editors), of compare --format json (comparison), of a line of "
+        "run --json (events), or of a file of a record: run (experiment.json), launch (launch.json), evidence "
+        "(evidence.json), request (a line of requests.jsonl), answer (a line of gsm8k.jsonl).",
         epilog="example: abharness schema spec > spec.schema.json\n"
         "in a spec: # yaml-language-server: $schema=spec.schema.json\n",
         formatter_class=raw,

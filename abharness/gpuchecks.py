@@ -18,8 +18,11 @@ COVERAGE_LIMIT = 0.90
 not begin on one."""
 
 THROTTLE_REASONS = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
-"""Reasons that lower the clocks for heat or for the power supply: the machine's state, not the work. The power cap
-(`sw_power_cap`) is not among them: a busy GPU may well run at it, and its clocks say what that cost."""
+"""Reasons that lower the clocks for heat or for the power supply: the machine's state, not the work. `POWER_CAP`
+is not among them: a busy GPU may well run at it, and its clocks say what that cost."""
+
+POWER_CAP = "sw_power_cap"
+"""The reason of clocks held down for the power limit."""
 
 THROTTLE_LIMIT = 0.05
 """Share of a window's samples with such a reason above which the cell is not used."""
@@ -185,7 +188,7 @@ def check_power_cap(cells: Launches) -> Finding | None:
     """Compare how often the variants were at the power cap in one cell: `power_capped`, which is advice."""
     told = []
     for uuid in dict.fromkeys(gpu.uuid for part in cells.values() for launch in part for gpu in _working(launch)):
-        shares = {variant: _over_launches(part, uuid, "sw_power_cap") for variant, part in cells.items()}
+        shares = {variant: _over_launches(part, uuid, POWER_CAP) for variant, part in cells.items()}
         known = [value for value in shares.values() if value is not None]
         if len(known) == len(shares) and max(known) - min(known) > POWER_CAP_TOLERANCE:
             shown = ", ".join(f"{variant} {value:.0%}" for variant, value in shares.items())
@@ -194,7 +197,7 @@ def check_power_cap(cells: Launches) -> Finding | None:
         return None
     return Finding(
         code="power_capped",
-        message=f"sw_power_cap, the power limit, held the variants back unequally: {'; '.join(told)}",
+        message=f"{POWER_CAP}, the power limit, held the variants back unequally: {'; '.join(told)}",
         hint="it may be what the candidate costs: the one that draws more power meets the limit first",
     )
 
@@ -224,7 +227,7 @@ def conditions(cells: Launches) -> tuple[Condition, ...]:
         for name, field, scale, only_above in (
             (f"SM clock MHz{of}", "sm_clock_mhz", 1, None),
             (f"power W{kind}{of}", "power_mean_w", 1, None),
-            (f"sw_power_cap % of samples{of}", "sw_power_cap", 100, 0.0),
+            (f"{POWER_CAP} % of samples{of}", POWER_CAP, 100, 0.0),
         ):
             values = {variant: _over_launches(part, uuid, field) for variant, part in cells.items()}
             known = [value for value in values.values() if value is not None]
@@ -244,7 +247,7 @@ def _over_launches(launches: Sequence[Sequence[CellRecord]], uuid: str, field: s
         known = []
         for gpu in _working(launch):
             share = None if gpu.reasons is None else gpu.reasons.get(field, 0.0)
-            value = share if field == "sw_power_cap" else getattr(gpu, field)
+            value = share if field == POWER_CAP else getattr(gpu, field)
             if gpu.uuid == uuid and value is not None:
                 known.append(value)
         if known:

@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from abharness.answers import FILTERS
 from abharness.exported import Document, Exported, file_name, launch_name, started
 from abharness.record import AnswerRecord
 from abharness.runs import Launch
 from abharness.spec import ExperimentSpec, Gsm8kWorkload
-
-FILTERS = ("strict-match", "flexible-extract")
 
 
 def documents(exported: Exported) -> Iterator[Document]:

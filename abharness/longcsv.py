@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from abharness.answers import conclusion
 from abharness.cells import launch_values
 from abharness.exported import Document, Exported
 from abharness.metrics import METRICS, energy_unknown
@@ -101,7 +102,7 @@ def _answer_rows(exported: Sequence[Exported]) -> Iterator[list[Any]]:
                 for answer in answers:
                     yield [
                         *_place(one, launch, workload), answer.doc_id, answer.doc.get("question"),
-                        answer.target.rpartition("####")[2].strip(), given_answer(answer), answer.state,
+                        conclusion(answer.target), given_answer(answer), answer.state,
                         answer.exact_match, answer.filter, answer.finish_reason, answer.prompt_tokens,
                         answer.output_tokens, answer.e2el_s, answer.resps[0][0], not codes, " ".join(codes),
                     ]  # fmt: skip

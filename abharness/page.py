@@ -21,6 +21,7 @@ from abharness.answerdiff import AnswerDiff, answer_diff
 from abharness.cells import Cell, Row
 from abharness.compare import Comparison
 from abharness.errors import RecordError
+from abharness.failures import what_happened
 from abharness.paired import Accuracy
 from abharness.record import AnswerRecord, RequestRecord, Variant
 from abharness.runs import TELEMETRY_FILE, Launch, Run
@@ -356,7 +357,7 @@ def _launch_line(launch: Launch) -> LaunchLine:
         started_at=record.started_at,
         ready_s=record.ready_s,
         wall_s=record.wall_s,
-        error=f"{error.kind} in phase {error.phase}: {error.message}" if error else None,
+        error=what_happened(error) if error else None,
         log_tail=error.log_tail[-LOG_LINES:] if error else [],
         command=(error.command if error else None) or by_hand,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from abharness import stats
+from abharness.answers import FILTERS
 from abharness.cells import Call
 from abharness.checks import TRUNCATION_LIMIT, check_accuracy, check_answer_totals
 from abharness.codes import CODES
@@ -192,7 +193,7 @@ def _accuracy(
         states=states,
         exact_match={
             name: {v: [sum(_matched(t[d], name) for d in common) for t in tables[v]] for v in VARIANTS}
-            for name in ("strict-match", "flexible-extract")
+            for name in FILTERS
         },
         only_baseline=len(lost),
         only_candidate=len(gained),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from abharness.failures import last_words, what_happened
 from abharness.record import LaunchRecord, Variant
@@ -75,7 +76,11 @@ class Reporter(Protocol):
         """The run is over; give the terminal back."""
 
 
-class _Told:
+Doubt = Literal["bad", "unknown"]
+"""Roles of statements that are to be seen, in the words of `terminal.Role`."""
+
+
+class _Told(ABC):
     """What both reporters for people say in the same words."""
 
     def __init__(self) -> None:
@@ -85,8 +90,9 @@ class _Told:
         self._phase = ""
         self._done = ""
 
-    def _say(self, text: str, *below: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _say(self, text: str, *below: str, role: Doubt | None = None) -> None:
+        """Print a statement and lines below it; `role` may paint it."""
 
     def begin(self, run: RunStart) -> None:
         self._left, self._kept = TimeLeft(run.plan, run.on_record), run.kept
@@ -105,7 +111,7 @@ class _Told:
         return None if self._left is None else about(self._left.left_s(time.monotonic()))
 
     def warn(self, text: str, code: str | None = None) -> None:
-        self._say(f"{self._prefix}warning: {f'{code}: ' if code else ''}{text}")
+        self._say(f"{self._prefix}warning: {f'{code}: ' if code else ''}{text}", role="unknown")
 
     def launch_done(self, record: LaunchRecord, folder: Path) -> None:
         if self._left is not None:
@@ -120,7 +126,7 @@ class _Told:
                 below.append(f"record: {folder}")
             if self._kept and record.error.command:
                 below.append(f"the command that starts its server by hand: abharness compare {folder.parent.parent}")
-            self._say(f"{self._prefix}failed: {what_happened(record.error)}", *below)
+            self._say(f"{self._prefix}failed: {what_happened(record.error)}", *below, role="bad")
         self._prefix = ""
 
 
@@ -133,7 +139,7 @@ class PlainReporter(_Told):
         super().__init__()
         self._told_s = 0.0
 
-    def _say(self, text: str, *below: str) -> None:
+    def _say(self, text: str, *below: str, role: Doubt | None = None) -> None:  # noqa: ARG002 - a log has no colours
         self._told_s = time.monotonic()
         lines = [f"{time.strftime('%H:%M:%S')} {screen_safe(text)}", *(f"  {screen_safe(line)}" for line in below)]
         print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201
@@ -165,6 +171,9 @@ class PlainReporter(_Told):
         self._prefix = ""
 
 
+_STYLES: dict[Doubt, str] = {"bad": "bold red", "unknown": "bold yellow"}
+
+
 class RichReporter(_Told):
     """A live view of the launch and its phase, with what is to stay above it."""
 
@@ -193,10 +202,10 @@ class RichReporter(_Told):
         told = " ".join(part for part in (self._done, elapsed) if part)
         yield Text(ends(f"  {self._phase}", told, width), no_wrap=True, overflow="crop")
 
-    def _say(self, text: str, *below: str) -> None:
+    def _say(self, text: str, *below: str, role: Doubt | None = None) -> None:
         from rich.text import Text
 
-        style = "bold red" if ": failed: " in text[:80] else "yellow" if "warning: " in text[:80] else ""
+        style = _STYLES[role] if role else ""
         look = Look(width=self._console.width)
         lines = [Text(line, style=style) for line in statement(text, look)]
         lines += [Text(line) for part in below for line in statement(f"  {part}", look)]

@@ -28,8 +28,6 @@ Role = Literal["good", "bad", "unknown", "quiet", "strong"]
 
 SGR: dict[Role, str] = {"good": "1;32", "bad": "1;31", "unknown": "1;33", "quiet": "2", "strong": "1"}
 
-COLOR_CHOICES = ("auto", "always", "never")
-
 # What is copied stays whole: a command of ours with its flags, a flag with its quoted value.
 _WORDS = re.compile(r"abharness [a-z-]+(?: [A-Z][\w.]*\b| --[a-z-]+| \S*/\S+)*\S*|--[a-z-]+ '[^']*'|\S+")
 

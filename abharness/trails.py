@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from abharness.gpuchecks import THROTTLE_REASONS
+from abharness.gpuchecks import POWER_CAP, THROTTLE_REASONS
 from abharness.plots import Span, Trail
 from abharness.record import LaunchRecord
 from abharness.samples import Sample
 
 MOST_POINTS = 240
 """Buckets of a series; each gives its lowest and highest sample, so that no dip is lost to the picture."""
-
-POWER_CAP = "sw_power_cap"
 
 
 def trail(record: LaunchRecord, samples: Sequence[Sample]) -> Trail | None:
