@@ -1,0 +1,143 @@
+"""Activations: floating rows -> int8 with a scale and a sum a group, in the order a kernel reads; and the rotation.
+
+Per token and group of 128: scale = max|x| / 127 (fp32), q = x / scale rounded half to even and clamped to +-127, T = the
+sum of q. A kernel then has dot(weights, x) = scale * d * (dot(codes, q) - T), for codes of 0, 1, 2.
+
+Orders of the 128 bytes of a group, chosen so that the kernel unpacks weights with a shift and a mask alone:
+
+* `planes`: weight 4 * byte + s goes to s * 32 + byte. Word w of plane s meets (code word w >> 2 s) & 0x03030303.
+* `fragments`: s * 32 + slot(byte): the order in which a lane of mma m16n8k32 holds the bytes of its fragment.
+
+Some ternary models rotate activations first: x * sign, then a normalised Walsh-Hadamard transform in Sylvester's order over
+blocks along the input. The transform is its own inverse, so the embedding, whose rows are stored rotated, transforms first
+and multiplies by the signs after.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from pq2.errors import FormatError
+from pq2.format import CODE_BYTES, GROUP, groups
+
+Order = Literal["natural", "planes", "fragments"]
+
+
+class Quantized(NamedTuple):
+    """Activations as kernels take them.
+
+    Attributes:
+        q: int8 [M, K], each group of 128 in the order asked for.
+        scales: fp32 [M, K / 128].
+        sums: int32 [M, K / 128], T: the sum of a group's q.
+    """
+
+    q: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+
+
+def slot(byte: int) -> int:
+    """Place of a code byte (0 to 31 of a group) within a plane of the `fragments` order."""
+    return 4 * (byte // 8) + byte % 8 + (0 if byte % 8 < 4 else 12)
+
+
+def places(order: Order) -> torch.Tensor:
+    """Where weight j of a group goes: int64 [128], a permutation."""
+    j = torch.arange(GROUP)
+    if order == "natural":
+        return j
+    byte, s = j // 4, j % 4
+    if order == "planes":
+        return s * CODE_BYTES + byte
+    return s * CODE_BYTES + torch.tensor([slot(int(b)) for b in byte])
+
+
+def quantize(x: torch.Tensor, order: Order = "natural") -> Quantized:
+    """Quantise activations in plain PyTorch: what every quantising kernel is tested against, bit for bit.
+
+    Args:
+        x: Floating [M, K], K a multiple of 128.
+        order: Order of the bytes of a group.
+
+    Raises:
+        FormatError: K does not fit.
+    """
+    m, k = x.shape
+    count = groups(k)
+    wide = x.reshape(m, count, GROUP).to(torch.float32)
+    scales = wide.abs().amax(dim=-1) / 127.0
+    # A group of zeros has scale 0 and zeros for q. Division, not multiplication by a reciprocal: the ties must agree.
+    safe = torch.where(scales > 0, scales, torch.ones_like(scales))
+    q = torch.round(wide / safe.unsqueeze(-1)).clamp(-127, 127).to(torch.int8)
+    sums = q.sum(dim=-1, dtype=torch.int32)
+    if order != "natural":
+        # q[..., places[j]] = x[..., j]: gather by the inverse permutation.
+        q = q[..., places(order).argsort().to(q.device)]
+    return Quantized(q.reshape(m, k), scales, sums)
+
+
+def dequantize(quantized: Quantized, order: Order = "natural", dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """What quantised activations stand for, [M, K] in natural order."""
+    m, k = quantized.q.shape
+    q = quantized.q.reshape(m, groups(k), GROUP)[..., places(order).to(quantized.q.device)]
+    return (q.to(dtype) * quantized.scales.to(dtype).unsqueeze(-1)).reshape(m, k)
+
+
+def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
+    """The normalised Walsh-Hadamard transform in Sylvester's order, over blocks of the last axis; its own inverse.
+
+    Args:
+        x: Floating [..., K].
+        block: A power of two that divides K.
+
+    Raises:
+        FormatError: The block does not fit.
+    """
+    check_rotation(x.shape[-1], block)
+    shape = x.shape
+    y = x.reshape(-1, block)
+    step = 1
+    while step < block:
+        y = y.reshape(-1, block // (2 * step), 2, step)
+        y = torch.stack([y[:, :, 0] + y[:, :, 1], y[:, :, 0] - y[:, :, 1]], dim=2)
+        step *= 2
+    return (y.reshape(-1, block) * block**-0.5).reshape(shape)
+
+
+def rotate(x: torch.Tensor, signs: torch.Tensor, block: int) -> torch.Tensor:
+    """Signs first, then the transform: what a layer's input goes through before it is quantised. Same dtype as x."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return hadamard(wide * signs.to(wide.dtype), block).to(x.dtype)
+
+
+def unrotate(x: torch.Tensor, signs: torch.Tensor, block: int) -> torch.Tensor:
+    """The inverse of `rotate`: what rows of a rotated embedding go through after the lookup."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (hadamard(wide, block) * signs.to(wide.dtype)).to(x.dtype)
+
+
+def check_rotation(k: int, block: int, parts: int = 1, name: str = "the input") -> None:
+    """Whether a rotation fits a layer and the cut that tensor parallelism makes.
+
+    Args:
+        k: Inputs of the whole layer.
+        block: Size of the transform.
+        parts: Tensor-parallel ranks that K is cut over.
+        name: The layer, for the message.
+
+    Raises:
+        FormatError: The block is no power of two, does not divide K, or would be cut.
+    """
+    if block <= 0 or block & (block - 1):
+        raise FormatError(f"{name}: a rotation over blocks of {block}: the size must be a power of two")
+    if k % block:
+        raise FormatError(f"{name}: K is {k}, which rotation blocks of {block} do not divide")
+    if k % parts or (k // parts) % block:
+        whole = [str(p) for p in range(1, k // block + 1) if (k // block) % p == 0]
+        raise FormatError(
+            f"{name}: {parts} tensor-parallel ranks would cut the rotation: K is {k} in {k // block} blocks of {block}; "
+            f"ranks that cut between blocks: {', '.join(whole)}"
+        )
