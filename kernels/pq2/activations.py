@@ -1,0 +1,114 @@
+"""The quantising kernel: bf16, fp16 or fp32 rows [M, K] -> `quantize.Quantized` in planes order, rotated first where asked.
+
+Reference: `quantize.quantize` (without a rotation bit for bit); test: tests/kernels/test_paths.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pq2.errors import PathUnavailable
+from pq2.format import GROUP, groups
+from pq2.intrinsics import round_half_even
+from pq2.quantize import Quantized, check_rotation
+
+ROTATIONS = (256, 512, 1024, 2048, 4096)
+"""Rotation blocks the kernel has: products of two factors of 16 to 64, which is what its two matrix products need."""
+GROUPS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _sylvester(size: tl.constexpr):
+    """The Sylvester matrix of +1 and -1, fp32 [size, size]: the parity of the bits that row and column share."""
+    row = tl.arange(0, size)
+    shared = row[:, None] & row[None, :]
+    shared ^= shared >> 4
+    shared ^= shared >> 2
+    shared ^= shared >> 1
+    return (1 - 2 * (shared & 1)).to(tl.float32)
+
+
+@triton.jit
+def pq2_quantize_kernel(
+    x_ptr, signs_ptr, q_ptr, scales_ptr, sums_ptr, stride_x, K,
+    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    """One program quantises GROUPS groups of a row; LEFT * RIGHT is the rotation block they make up, LEFT 0 is none."""
+    m = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * GROUPS
+    count = K // 128
+    if LEFT > 0:
+        places = tl.arange(0, LEFT)[:, None] * RIGHT + tl.arange(0, RIGHT)[None, :]
+        at = first * 128 + places
+        x = tl.load(x_ptr + m * stride_x + at).to(tl.float32) * tl.load(signs_ptr + at).to(tl.float32)
+        x = tl.dot(x, _sylvester(RIGHT), input_precision="ieee")
+        x = tl.dot(_sylvester(LEFT), x, input_precision="ieee")
+        # LEFT * RIGHT is a power of two; its root may not be one.
+        x = x * (1.0 / tl.sqrt(tl.full([1, 1], LEFT * RIGHT, tl.float32)))
+        x = tl.reshape(x, (GROUPS, 128))
+    else:
+        places = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+        at = first * 128 + places
+        x = tl.load(x_ptr + m * stride_x + at, mask=at < K, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full([GROUPS], 127.0, tl.float32))
+    safe = tl.where(scale > 0, scale, 1.0)
+    q = round_half_even(tl.div_rn(x, tl.broadcast_to(safe[:, None], (GROUPS, 128))))
+    q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int32)
+    group = first + tl.arange(0, GROUPS)
+    inside = group < count
+    tl.store(scales_ptr + m * count + group, scale, mask=inside)
+    tl.store(sums_ptr + m * count + group, tl.sum(q, axis=1), mask=inside)
+    j = tl.arange(0, 128)
+    plane = (j % 4) * 32 + j // 4
+    tl.store(q_ptr + m * K + group[:, None] * 128 + plane[None, :], q.to(tl.int8), mask=inside[:, None])
+
+
+def quantize_planes(x: torch.Tensor, signs: torch.Tensor | None = None, rotation: int = 0) -> Quantized:
+    """Quantise activations on the GPU, in planes order.
+
+    Args:
+        x: bf16, fp16 or fp32 [M, K], rows contiguous; K a multiple of 128.
+        signs: int8 [K] of +1 and -1, for a rotation.
+        rotation: Its block size; 0 is none.
+
+    Raises:
+        FormatError: K or the rotation does not fit.
+        PathUnavailable: A rotation block that the kernel does not have.
+    """
+    m, k = x.shape
+    count = groups(k)
+    device = x.device
+    quantized = Quantized(
+        torch.empty(m, k, dtype=torch.int8, device=device),
+        torch.empty(m, count, dtype=torch.float32, device=device),
+        torch.empty(m, count, dtype=torch.int32, device=device),
+    )
+    left = right = 0
+    per_program = GROUPS_PER_PROGRAM
+    if rotation:
+        check_rotation(k, rotation)
+        check_kernel_rotation(rotation)
+        left = 1 << (rotation.bit_length() - 1) // 2
+        right = rotation // left
+        per_program = rotation // GROUP
+    if m:
+        pq2_quantize_kernel[(triton.cdiv(count, per_program), m)](
+            x, signs if signs is not None else x, *quantized, x.stride(0), k,
+            GROUPS=per_program, LEFT=left, RIGHT=right, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return quantized
+
+
+def check_kernel_rotation(rotation: int) -> None:
+    """Whether the kernel has a rotation block.
+
+    Raises:
+        PathUnavailable: It has not.
+    """
+    if rotation and rotation not in ROTATIONS:
+        raise PathUnavailable(
+            f"a rotation over blocks of {rotation}: the quantising kernel has {', '.join(map(str, ROTATIONS))}; "
+            "PQ2_KERNELS=reference runs any"
+        )

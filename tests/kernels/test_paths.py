@@ -1,0 +1,180 @@
+"""Every path against the float64 reference, on fresh random inputs: interpreted without a GPU, compiled with one."""
+
+import pytest
+import torch
+from conftest import DEVICE
+
+from pq2 import activations, dispatch, quantize, reference, small_gemm, switches
+from pq2 import format as pq2_format
+from pq2.errors import PathUnavailable
+from pq2.format import Prepared
+
+GPU = DEVICE == "cuda"
+SETS = ("legacy", "exact", "tuned")
+# Odd sizes first: N of no power of two, K of one group and of an odd number of groups.
+SHAPES = [(5, 128), (70, 384), (33, 1152)] + ([(1000, 5120), (4097, 3968), (512, 17408)] if GPU else [])
+ROWS = [1, 2, 3, 16, 17] + ([8, 31, 33, 64, 65, 127, 512, 1000, 4096] if GPU else [])
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TRUNCATES = 1 if GPU else 2
+"""The interpreter cuts a fp32 result off where a GPU rounds it."""
+BOUND = {torch.bfloat16: TRUNCATES * 2**-8, torch.float16: TRUNCATES * 2**-11, torch.float32: 2e-6}
+"""Relative errors allowed: the rounding of the result, and the order of fp32 additions."""
+
+
+def _choice(kernel_set: str) -> switches.Choice:
+    return switches.resolve({"PQ2_KERNELS": kernel_set}, "cuda")
+
+
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated holds NaN, or the worst integers: an element that nobody writes is seen."""
+    plain = torch.empty
+
+    def empty(*size, **kwargs):
+        made = plain(*size, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made.fill_(torch.iinfo(made.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kernel_set", SETS)
+def test_a_product_is_the_reference(
+    kernel_set: str, shape: tuple[int, int], m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, k = shape
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    torch.manual_seed(seed)
+    weight = pq2_format.random(n, k, DEVICE, seed=seed)
+    for dtype in DTYPES:
+        x = torch.randn(m, k, device=DEVICE).to(dtype)
+        wanted = reference.matmul(x, weight)
+        with monkeypatch.context() as patched:
+            _poisoned(patched)
+            got = dispatch.matmul(x, weight, _choice(kernel_set))
+        assert got.shape == (m, n)
+        assert got.dtype == dtype
+        error = _error(got, wanted)
+        assert error < BOUND[dtype], f"error {error:.2e}, allowed {BOUND[dtype]:.0e}, {dtype}, seed {seed}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_exact_set_gives_the_bits_of_legacy(shape: tuple[int, int]) -> None:
+    n, k = shape
+    weight = pq2_format.random(n, k, DEVICE, seed=n)
+    x = torch.randn(1, k, device=DEVICE)
+    before = dict(dispatch.CALLS)
+    exact = dispatch.matmul(x, weight, _choice("exact"))
+    legacy = dispatch.matmul(x, weight, _choice("legacy"))
+    assert torch.equal(exact, legacy)
+    calls = {path: dispatch.CALLS[path] - before[path] for path in dispatch.CALLS}
+    assert calls == {
+        "single": 1,
+        "legacy": 1,
+        "small_gemm": 0,
+        "dense": 0,
+        "reference": 0,
+    }  # two kernels, not one twice
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [128, 1152, 2048])
+def test_the_quantising_kernel_gives_the_bits_of_the_reference(k: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, k, device=DEVICE) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None]).to(dtype)
+    x[3, :128] = 0
+    x[4, 0] = 40000.0
+    got, wanted = activations.quantize_planes(x), quantize.quantize(x, "planes")
+    for name in ("q", "scales", "sums"):
+        assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+
+
+def test_ties_round_to_even() -> None:
+    x = torch.zeros(1, 128, device=DEVICE)
+    x[0, :5] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5])
+    q = activations.quantize_planes(x).q.reshape(4, 32)
+    assert q[:, 0].tolist() == [127, 0, 2, 2]  # weights 0 to 3: byte 0 of each plane
+    assert q[0, 1].item() == 0
+
+
+@pytest.mark.parametrize("block", activations.ROTATIONS)
+def test_rotated_activations_meet_rotated_weights(block: int) -> None:
+    k = 2 * block
+    x = torch.randn(3, k, device=DEVICE)
+    signs = (torch.randint(0, 2, (k,), device=DEVICE) * 2 - 1).to(torch.int8)
+    weight = pq2_format.random(40, k, DEVICE)
+    got = dispatch.matmul(x, weight, _choice("tuned"), signs, block)
+    wanted = reference.matmul(quantize.rotate(x, signs, block), weight)
+    # A value next to a tie may round the other way, by one step of its group.
+    assert _error(got, wanted) < 2e-3
+    assert _error(dispatch.matmul(x, weight, _choice("tuned")), wanted) > 0.5  # not rotated is another product
+
+
+def test_a_rotation_the_kernel_does_not_have_is_refused() -> None:
+    with pytest.raises(PathUnavailable, match="blocks of 128: the quantising kernel has 256, 512"):
+        activations.quantize_planes(torch.ones(1, 256, device=DEVICE), torch.ones(256, dtype=torch.int8), 128)
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 16])
+@pytest.mark.parametrize("shape", [(96, 640), (33, 1000), *([(96, 5120), (256, 4096)] if GPU else [])], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_small_product_is_the_reference_every_time(
+    shape: tuple[int, int], m: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, k = shape
+    x, weight = torch.randn(m, k, device=DEVICE).to(dtype), torch.randn(n, k, device=DEVICE).to(dtype)
+    bias = torch.randn(n, device=DEVICE).to(dtype)
+    arrived = small_gemm.counters(n, x.device)
+    _poisoned(monkeypatch)
+    results = []
+    for pieces in (40, 40, 3, 1):
+        results.append(small_gemm.small_gemm(x, weight, arrived, bias, pieces))
+        assert not arrived.any()  # ready for the next
+        assert _error(results[-1], reference.small_gemm(x, weight) + bias.double()) < BOUND[dtype]
+    assert torch.equal(results[0], results[1])
+
+
+def test_no_rows_are_no_launch() -> None:
+    weight = pq2_format.random(7, 256, DEVICE)
+    assert dispatch.matmul(torch.ones(0, 256, device=DEVICE), weight, _choice("tuned")).shape == (0, 7)
+
+
+def _damaged(weight: Prepared) -> Prepared:
+    other = pq2_format.view(weight.data.clone(), *weight.shape)
+    other.codes[0, 0] ^= 1
+    return other
+
+
+def test_one_wrong_code_is_seen() -> None:
+    weight = pq2_format.random(5, 128, DEVICE)
+    x = torch.randn(1, 128, device=DEVICE)
+    wanted = reference.matmul(x, weight)
+    assert _error(dispatch.matmul(x, _damaged(weight), _choice("tuned")), wanted) > BOUND[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("kernel_set", SETS)
+@pytest.mark.parametrize("m", [1, 4, 64])
+def test_a_captured_graph_replays_with_new_inputs(kernel_set: str, m: int) -> None:
+    weight = pq2_format.random(1000, 4096, DEVICE)
+    x = torch.randn(m, 4096, device=DEVICE, dtype=torch.bfloat16)
+    small = torch.randn(96, 4096, device=DEVICE, dtype=torch.bfloat16)
+    arrived = small_gemm.counters(96, x.device)
+    choice = _choice(kernel_set)
+    dispatch.matmul(x, weight, choice)  # compiled before the capture
+    rows = x[: small_gemm.MAX_M]
+    small_gemm.small_gemm(rows, small, arrived, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dispatch.matmul(x, weight, choice)
+        out_small = small_gemm.small_gemm(rows, small, arrived, None)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert _error(out, reference.matmul(x, weight)) < BOUND[torch.bfloat16]
+        assert _error(out_small, reference.small_gemm(rows, small)) < BOUND[torch.bfloat16]
