@@ -68,8 +68,9 @@ def quantize(x: torch.Tensor, order: Order = "natural") -> Quantized:
     m, k = x.shape
     count = groups(k)
     wide = x.reshape(m, count, GROUP).to(torch.float32)
-    scales = wide.abs().amax(dim=-1) / 127.0
-    # A group of zeros has scale 0 and zeros for q. Division, not multiplication by a reciprocal: the ties must agree.
+    # By a tensor: PyTorch divides CUDA tensors by a number as a product with its reciprocal, which is another rounding.
+    scales = wide.abs().amax(dim=-1) / wide.new_tensor(127.0)
+    # A group of zeros has scale 0 and zeros for q.
     safe = torch.where(scales > 0, scales, torch.ones_like(scales))
     q = torch.round(wide / safe.unsqueeze(-1)).clamp(-127, 127).to(torch.int8)
     sums = q.sum(dim=-1, dtype=torch.int32)

@@ -39,9 +39,11 @@ def matmul_quantized(quantized: Quantized, weight: Prepared) -> torch.Tensor:
     count = groups(k)
     q = quantized.q.reshape(m, count, GROUP).to(torch.float64)
     signs = unpack_codes(weight.codes).reshape(n, count, GROUP).to(torch.float64) - 1
-    dots = torch.einsum("mgk,ngk->gmn", q, signs)
-    scaled = dots * quantized.scales.T.to(torch.float64).unsqueeze(-1) * weight.scales.T.to(torch.float64).unsqueeze(1)
-    return scaled.sum(dim=0)
+    total = torch.zeros(m, n, dtype=torch.float64, device=q.device)
+    for g in range(count):  # one group at a time: all dot products at once would take [groups, M, N]
+        scales = torch.outer(quantized.scales[:, g].to(torch.float64), weight.scales[:, g].to(torch.float64))
+        total += (q[:, g] @ signs[:, g].T) * scales
+    return total
 
 
 def exact_matmul(x: torch.Tensor, weight: Prepared) -> torch.Tensor:

@@ -18,8 +18,8 @@ MAX_N = 256
 """Rows of a weight up to which splitting K pays: with more there are programs enough without."""
 BLOCK_N = 32
 BLOCK_K = 128
-PIECES = 40
-"""Pieces of K aimed at: with three blocks of 32 rows they make 120 programs, about one for each multiprocessor."""
+PIECES = 20
+"""Pieces of K aimed at. On an H200 a 96 x 5120 product at M = 1 takes 4.8 us in 20 pieces, 6.4 and 6.5 in 10 and 40."""
 
 
 @triton.jit
