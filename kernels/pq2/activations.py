@@ -20,7 +20,7 @@ GROUPS_PER_PROGRAM = 8
 
 
 @triton.jit
-def _sylvester(size: tl.constexpr):
+def sylvester(size: tl.constexpr):
     """The Sylvester matrix of +1 and -1, fp32 [size, size]: the parity of the bits that row and column share."""
     row = tl.arange(0, size)
     shared = row[:, None] & row[None, :]
@@ -43,8 +43,8 @@ def pq2_quantize_kernel(
         places = tl.arange(0, LEFT)[:, None] * RIGHT + tl.arange(0, RIGHT)[None, :]
         at = first * 128 + places
         x = tl.load(x_ptr + m * stride_x + at).to(tl.float32) * tl.load(signs_ptr + at).to(tl.float32)
-        x = tl.dot(x, _sylvester(RIGHT), input_precision="ieee")
-        x = tl.dot(_sylvester(LEFT), x, input_precision="ieee")
+        x = tl.dot(x, sylvester(RIGHT), input_precision="ieee")
+        x = tl.dot(sylvester(LEFT), x, input_precision="ieee")
         # LEFT * RIGHT is a power of two; its root may not be one.
         x = x * (1.0 / tl.sqrt(tl.full([1, 1], LEFT * RIGHT, tl.float32)))
         x = tl.reshape(x, (GROUPS, 128))

@@ -54,3 +54,16 @@ def exact_matmul(x: torch.Tensor, weight: Prepared) -> torch.Tensor:
 def small_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """An unquantised projection: float64 [M, N] from x [M, K] and weight [N, K]."""
     return x.to(torch.float64) @ weight.to(torch.float64).T
+
+
+def embedding(ids: torch.Tensor, weight: Prepared, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Rows of an embedding, [T, K]: exact in fp32 and above.
+
+    Args:
+        ids: Integers [T].
+        weight: [N, K].
+        dtype: Of the result; computed in fp32 below it.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = Prepared(weight.data, weight.codes[ids], weight.scales[ids])
+    return dequantize(rows, wide).to(dtype)

@@ -1,0 +1,299 @@
+"""vLLM's layers -> how each is stored, loaded and multiplied: the quantisation config `pq2` and its methods.
+
+A weight is loaded as the blocks of the file, uint8 [N, K / 128 * 34], so that tensor parallelism cuts N by rows and K by
+whole blocks. After loading, the same bytes are put in the prepared layout in place, so a head tied to the embedding shares
+them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.utils import set_weight_attrs
+
+from pq2 import format as pq2_format
+from pq2.errors import FormatError
+from pq2.quantize import check_rotation
+from pq2.reference import dequantize
+from pq2.switches import Choice
+
+logger = init_logger("vllm.pq2")
+
+NAME = "pq2"
+KEYS = ("quant_method", "group_size", "rotation_block", "modules_to_not_convert")
+
+
+class Pq2Config(QuantizationConfig):
+    """`quantization_config` of a PQ2 model directory.
+
+    Args:
+        rotation_block: Size of the rotation of activations; None is none.
+        modules_to_not_convert: Modules of the checkpoint whose weights are ordinary tensors.
+    """
+
+    choice: Choice
+    """The switches of this process; set when the plugin is registered."""
+
+    def __init__(self, rotation_block: int | None, modules_to_not_convert: list[str]) -> None:
+        super().__init__()
+        self.rotation = rotation_block or 0
+        self.modules_to_not_convert = modules_to_not_convert
+
+    def __repr__(self) -> str:
+        return f"Pq2Config(rotation={self.rotation or None}, {self.choice.key})"
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name in config.json."""
+        return NAME
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Dtypes of activations that the kernels read and write."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Triton's: Ampere."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """No file besides config.json."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Pq2Config:
+        """Read `quantization_config`.
+
+        Raises:
+            FormatError: An unknown key, or a value that is not supported.
+        """
+        unknown = sorted(set(config) - set(KEYS))
+        if unknown:
+            raise FormatError(f"quantization_config: {', '.join(unknown)}: unknown; pq2 has {', '.join(KEYS)}")
+        group_size = config.get("group_size", pq2_format.GROUP)
+        if group_size != pq2_format.GROUP:
+            raise FormatError(f"quantization_config: group_size {group_size}: pq2 has {pq2_format.GROUP}")
+        rotation = config.get("rotation_block")
+        if rotation is not None and (not isinstance(rotation, int) or rotation <= 0 or rotation & (rotation - 1)):
+            raise FormatError(f"quantization_config: rotation_block {rotation!r}: a power of two, or null")
+        return cls(rotation, list(config.get("modules_to_not_convert") or []))
+
+    def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
+        """How a layer is stored and multiplied; None where vLLM's own way holds (attention)."""
+        if not isinstance(layer, (LinearBase, VocabParallelEmbedding)):
+            return None
+        skipped = is_layer_skipped(prefix, self.modules_to_not_convert, self.packed_modules_mapping)
+        if isinstance(layer, VocabParallelEmbedding):
+            return UnquantizedEmbeddingMethod() if skipped else Pq2EmbeddingMethod(self, prefix)
+        if not skipped:
+            return Pq2LinearMethod(self, prefix)
+        return SmallLinearMethod() if self.choice.on("small_gemm") else UnquantizedLinearMethod()
+
+
+def _once(weight_loader: Any) -> Any:
+    """A weight loader that refuses what is in the prepared layout: blocks copied over it would be noise, unseen."""
+
+    def load(param: Parameter, *args: Any, **kwargs: Any) -> Any:
+        if getattr(param, "pq2_prepared", False):
+            raise FormatError("PQ2 weights cannot be loaded over those of a running model: start a new server")
+        return weight_loader(param, *args, **kwargs)
+
+    return load
+
+
+class _Weight:
+    """What linear layers, the embedding and the head share: blocks in, the prepared layout after loading, one product."""
+
+    def __init__(self, config: Pq2Config, prefix: str) -> None:
+        self.config = config
+        self.prefix = prefix
+        self.rotation = config.rotation
+        self.dummy = get_current_vllm_config().load_config.load_format == "dummy"
+
+    def _create(self, layer: Module, k: int, whole_k: int) -> None:
+        """Check that K can be stored and cut so, and make room for the signs of a rotation.
+
+        Raises:
+            FormatError: K, or the part of it that a tensor-parallel rank has, is no multiple of 128 or of the rotation.
+        """
+        if whole_k % pq2_format.GROUP == 0 and k % pq2_format.GROUP:
+            raise FormatError(
+                f"{self.prefix}: K is {whole_k}, and {whole_k // k} tensor-parallel ranks would cut it within a group of "
+                f"{pq2_format.GROUP} weights; use fewer ranks"
+            )
+        pq2_format.groups(k, f"{self.prefix}: K")
+        layer.pq2_k = k
+        if not self.rotation:
+            layer.signs = None
+            return
+        check_rotation(whole_k, self.rotation, whole_k // k, self.prefix)
+        signs = Parameter(torch.zeros(k, dtype=torch.int8), requires_grad=False)
+        set_weight_attrs(signs, {"weight_loader": self._signs_loader(layer, whole_k)})
+        layer.register_parameter("signs", signs)
+
+    def _signs_loader(self, layer: Module, whole_k: int) -> Any:
+        def load(param: Parameter, loaded: torch.Tensor, shard_id: Any = None) -> None:
+            # Modules that vLLM fuses share their input, so their signs must be the same.
+            if loaded.numel() != whole_k or not bool((loaded.abs() == 1).all()):
+                raise FormatError(
+                    f"{self.prefix}: signs are {whole_k} values of +1 and -1, this is {list(loaded.shape)}"
+                )
+            k = param.numel()
+            mine = loaded.flatten()[layer.tp_rank * k :][:k] if k != whole_k else loaded.flatten()
+            mine = mine.to(param.dtype)
+            if bool(param.any()) and not torch.equal(param.data.cpu(), mine.cpu()):
+                raise FormatError(f"{self.prefix}: the modules that vLLM fuses here ({shard_id}) have different signs")
+            param.data.copy_(mine)
+
+        return load
+
+    def _prepare(self, layer: Module) -> None:
+        """Put the loaded blocks in the prepared layout, in place; draw them first where weights are made up.
+
+        Raises:
+            FormatError: A block is damaged, or the signs of a rotation are missing.
+        """
+        weight = layer.weight
+        n, k = weight.shape[0], layer.pq2_k
+        if self.dummy and layer.signs is not None:
+            layer.signs.data.copy_(torch.arange(k, device=layer.signs.device) % 3 // 2 * -2 + 1)
+        if not getattr(weight, "pq2_prepared", False):  # a tied head finds the embedding's done
+            if self.dummy:
+                prepared = pq2_format.random(n, k, weight.device, seed=zlib.crc32(self.prefix.encode()))
+            else:
+                pq2_format.check_blocks(weight.data, f"{self.prefix}.weight")
+                prepared = pq2_format.prepare(weight.data)
+            weight.data.view(-1).copy_(prepared.data)
+            weight.pq2_prepared = True
+            weight.pq2_signs = layer.signs
+        if layer.signs is not None and not bool(layer.signs.any()):
+            if weight.pq2_signs is layer.signs:
+                raise FormatError(
+                    f"{self.prefix}: the model is rotated, and this module has no signs ({self.prefix}.signs)"
+                )
+            layer.signs = weight.pq2_signs  # a tied head has those of the embedding
+        if self.config.choice.kernel_set == "reference":
+            prepared = pq2_format.view(weight.data.view(-1), n, k)
+            layer.register_buffer("pq2_dense", dequantize(prepared, torch.float32), persistent=False)
+
+    def _multiply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.config.choice.kernel_set == "reference":
+            out = torch.ops.pq2.reference_linear(rows, layer.pq2_dense, layer.signs, self.rotation)
+        else:
+            out = torch.ops.pq2.linear(rows, layer.weight, layer.signs, layer.pq2_k, self.rotation)
+        if bias is not None:
+            out = out + bias
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+@register_weight_loader_v2_supported_method
+class Pq2LinearMethod(_Weight, LinearMethodBase):
+    """A ternary linear layer: merged, column-parallel, row-parallel or replicated."""
+
+    def create_weights(
+        self,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Room for the blocks of this rank's part; see `_create` for the errors."""
+        self._create(layer, input_size_per_partition, input_size)
+        rows = sum(output_partition_sizes)
+        weight = ModelWeightParameter(
+            data=torch.empty(rows, pq2_format.block_rows(input_size_per_partition), dtype=torch.uint8),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=_once(extra_weight_attrs.pop("weight_loader")),
+        )
+        layer.register_parameter("weight", weight)
+        set_weight_attrs(weight, extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        """Blocks to the prepared layout."""
+        self._prepare(layer)
+
+    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Activations [..., K] -> [..., N]."""
+        return self._multiply(layer, x, bias)
+
+
+class Pq2EmbeddingMethod(_Weight, QuantizeMethodBase):
+    """A ternary token embedding or head."""
+
+    def create_weights(
+        self,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Room for the blocks of this rank's part of the vocabulary."""
+        self._create(layer, input_size_per_partition, input_size)
+        layer.pq2_dtype = params_dtype
+        rows = sum(output_partition_sizes)
+        weight = Parameter(
+            torch.empty(rows, pq2_format.block_rows(input_size_per_partition), dtype=torch.uint8), requires_grad=False
+        )
+        loader = _once(extra_weight_attrs.pop("weight_loader"))
+        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": loader, **extra_weight_attrs})
+        layer.register_parameter("weight", weight)
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        """Blocks to the prepared layout."""
+        self._prepare(layer)
+
+    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The head: hidden states [..., K] -> logits [..., N]."""
+        return self._multiply(layer, x, bias)
+
+    def embedding(self, layer: Module, input_: torch.Tensor) -> torch.Tensor:
+        """Token ids [...] -> rows [..., K]."""
+        rows = torch.ops.pq2.embedding(
+            input_.reshape(-1), layer.weight, layer.signs, layer.pq2_k, self.rotation, layer.pq2_dtype
+        )
+        return rows.reshape(*input_.shape, layer.pq2_k)
+
+
+class SmallLinearMethod(UnquantizedLinearMethod):
+    """An unquantised projection that `small_gemm` takes where it is small enough, and vLLM's own product where not."""
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        """Counters beside the weight, if it is small."""
+        from pq2 import small_gemm
+
+        super().process_weights_after_loading(layer)
+        n = layer.weight.shape[0]
+        arrived = small_gemm.counters(n, layer.weight.device) if small_gemm.fits(1, n) else None
+        layer.register_buffer("pq2_arrived", arrived, persistent=False)
+
+    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Activations [..., K] -> [..., N]."""
+        if layer.pq2_arrived is None:
+            return super().apply(layer, x, bias)
+        out = torch.ops.pq2.small_linear(x.reshape(-1, x.shape[-1]), layer.weight, layer.pq2_arrived, bias)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
