@@ -7,7 +7,9 @@ of vLLM's compile cache, and registers. `abharness_report` tells the same, with 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import sys
 from typing import Any
 
 from pq2 import __version__, dispatch, switches
@@ -30,11 +32,9 @@ def register() -> None:
     if _registered is not None:
         return
     import vllm.envs
-    from vllm.logger import init_logger
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.platforms import current_platform
 
-    logger = init_logger("vllm.pq2")
     device = "cuda" if current_platform.is_cuda() else str(current_platform.device_type)
     choice = switches.resolved(device)
     if choice.kernel_set != "reference" and importlib.util.find_spec("triton") is None:
@@ -42,20 +42,31 @@ def register() -> None:
             f"{choice.key}: these kernels are written in Triton, which is not installed here; install it, or set "
             f"{switches.KERNELS}=reference"
         )
-    logger.info("pq2: %s (version %s, %s, pid %d)", choice.key, __version__, device, os.getpid())
+    _say(logging.INFO, f"pq2: {choice.key} (version {__version__}, {device}, pid {os.getpid()})")
     if choice.kernel_set == "reference":
-        logger.warning(
-            "pq2: no kernel of pq2 runs in this process: products go through PyTorch, on dense float32 copies of the weights"
+        _say(
+            logging.WARNING,
+            "pq2: none of its kernels run in this process: products go through PyTorch, on dense float32 copies of weights",
         )
     vllm.envs.environment_variables[CACHE_FACTOR] = lambda: f"pq2 {__version__}: {choice.key}"
 
-    from pq2 import ops
+    from pq2 import hybrid, ops
     from pq2.layers import NAME, Pq2Config
 
     ops.register(choice)
     Pq2Config.choice = choice
     register_quantization_config(NAME)(Pq2Config)
+    hybrid.register()
     _registered = (choice, device)
+
+
+def _say(level: int, text: str) -> None:
+    """Log a line; vLLM's API server loads plugins before it configures its log, so there the line is written as it is."""
+    logger = logging.getLogger("vllm.pq2")
+    if logger.hasHandlers():
+        logger.log(level, text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def abharness_report() -> dict[str, Any]:
