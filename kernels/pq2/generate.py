@@ -243,15 +243,13 @@ def generate(
     planned = list(entries(model, found, seed, rotated=rotated))
     size = sum(entry.size for entry in planned)
     partial = target.with_name(f"{target.name}.partial")
+    if partial.exists():
+        raise GenerateError(f"{partial} exists: another run makes it, or one was killed; if none runs, remove it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if weights:
             check_room(size, target.parent)
         partial.mkdir()
-    except FileExistsError as error:
-        raise GenerateError(
-            f"{error.filename} exists: another run makes it, or one was killed; if none runs, remove it"
-        ) from error
     except OSError as error:
         raise GenerateError(f"{target} cannot be made: {error}") from error
     try:
