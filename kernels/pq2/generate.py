@@ -41,8 +41,8 @@ from pq2.shapes import (
     summary,
 )
 
-SHARD_BYTES = 1 << 30
-"""A shard grows up to this, or to one tensor: what is held in memory at a time."""
+SHARD_BYTES = 1 << 29
+"""A shard grows up to this, or to one tensor. Writing takes the memory of two: safetensors copies what it is given."""
 HEADROOM_BYTES = 64 << 20
 """What a disk must have beyond the tensors: headers, config, tokenizer."""
 
