@@ -41,8 +41,8 @@ from pq2.shapes import (
     summary,
 )
 
-SHARD_BYTES = 1 << 30
-"""A shard grows up to this, or to one tensor: what is held in memory at a time."""
+SHARD_BYTES = 1 << 29
+"""A shard grows up to this, or to one tensor. Writing takes the memory of two: safetensors copies what it is given."""
 HEADROOM_BYTES = 64 << 20
 """What a disk must have beyond the tensors: headers, config, tokenizer."""
 
@@ -243,15 +243,13 @@ def generate(
     planned = list(entries(model, found, seed, rotated=rotated))
     size = sum(entry.size for entry in planned)
     partial = target.with_name(f"{target.name}.partial")
+    if partial.exists():
+        raise GenerateError(f"{partial} exists: another run makes it, or one was killed; if none runs, remove it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if weights:
             check_room(size, target.parent)
         partial.mkdir()
-    except FileExistsError as error:
-        raise GenerateError(
-            f"{error.filename} exists: another run makes it, or one was killed; if none runs, remove it"
-        ) from error
     except OSError as error:
         raise GenerateError(f"{target} cannot be made: {error}") from error
     try:

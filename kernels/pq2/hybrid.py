@@ -26,7 +26,7 @@ CLASS = "PQ2Qwen3_5ForCausalLM"
 logger = init_logger("vllm.pq2.hybrid")
 
 
-class TextOnlyConfig(Qwen3_5ForConditionalGenerationConfig):  # type: ignore[misc]
+class TextOnlyConfig(Qwen3_5ForConditionalGenerationConfig):
     """What vLLM 0.32 does with the config of a text-only Qwen3.5, for versions that have no such entry.
 
     Without it `mamba_ssm_dtype` of the model would be ignored, and a checkpoint cut out of the multimodal model, whose rope

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 QUANTIZATION = "pq2"
 
 
-class PQ2Qwen3_5ForCausalLM(Qwen3_5ForCausalLM, IsHybrid):  # type: ignore[misc]  # noqa: N801 -- vLLM's name, prefixed
+class PQ2Qwen3_5ForCausalLM(Qwen3_5ForCausalLM, IsHybrid):  # noqa: N801 -- vLLM's name, prefixed
     """Text-only Qwen3.5.
 
     Every linear layer of vLLM's class but the convolution asks the quantisation config for its method, under its full name.

@@ -141,17 +141,17 @@ class Projection:
     weight_bytes: int
 
 
-def projections(matrices: Sequence[Matrix]) -> list[Projection]:
+def projections(found: Sequence[Matrix]) -> list[Projection]:
     """What a step multiplies by, fused as vLLM does; the order is that of the model."""
     fused: dict[str, list[Matrix]] = {}
-    for matrix in matrices:
+    for matrix in found:
         if not matrix.embedding:
             fused.setdefault(matrix.fused, []).append(matrix)
-    found: dict[tuple[int, int, bool], list[int]] = {}
+    alike: dict[tuple[int, int, bool], list[int]] = {}
     for parts in fused.values():
         key = (sum(part.n for part in parts), parts[0].k, parts[0].converted)
-        found.setdefault(key, []).append(sum(part.weight_bytes for part in parts))
-    return [Projection(*key, len(sizes), sizes[0]) for key, sizes in found.items()]
+        alike.setdefault(key, []).append(sum(part.weight_bytes for part in parts))
+    return [Projection(*key, len(sizes), sizes[0]) for key, sizes in alike.items()]
 
 
 def matrices(model: nn.Module, *, bf16: bool = False) -> list[Matrix]:

@@ -42,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     try:
         code = generate.main(arguments)
     except SystemExit as exit_:
-        code = exit_.code  # type: ignore[assignment]
+        code = exit_.code
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""
@@ -253,6 +253,8 @@ def test_what_exists_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "other.partial").mkdir()
     assert "other.partial exists: another run makes it" in refused(capsys, "tiny", str(tmp_path / "other"))
     assert (tmp_path / "other.partial").is_dir()
+    (tmp_path / "file").touch()
+    assert "cannot be made: " in refused(capsys, "tiny", str(tmp_path / "file" / "model"))
 
 
 def test_a_tokenizer_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

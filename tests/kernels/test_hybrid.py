@@ -153,8 +153,9 @@ def test_what_is_served_is_what_transformers_computes(environment: dict[str, str
     seen = result(environment, tmp_path, "serve", str(target))
     assert seen["new_tokens"] == 8
     apart = [abs(a - b) for a, b in zip(seen["served"], seen["transformers"], strict=True)]
-    # bfloat16 against float32: 0.01 or so. A layer left out or its rows permuted moves some by more than 0.3.
-    assert max(apart) < 0.05
+    # bfloat16 against float32 was 0.007. Seen with faults put in: a and b exchanged 0.035, heads of z rotated 0.15,
+    # queries and their gate exchanged 0.3.
+    assert max(apart) < 0.02
 
 
 @pytest.mark.parametrize(("asked", "taken"), [("auto", "float32"), ("bfloat16", "bfloat16")])
