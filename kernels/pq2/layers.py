@@ -35,6 +35,7 @@ from pq2.switches import Choice
 logger = init_logger("vllm.pq2")
 
 NAME = "pq2"
+_UNSET = 0xFF
 KEYS = ("quant_method", "group_size", "rotation_block", "modules_to_not_convert")
 
 
@@ -118,6 +119,27 @@ def _once(weight_loader: Any) -> Any:
     return load
 
 
+def _blocks(rows: int, k: int) -> torch.Tensor:
+    """Room for blocks, filled with what no block is: vLLM does not notice a tensor that a checkpoint lacks."""
+    return torch.full((rows, pq2_format.block_rows(k)), _UNSET, dtype=torch.uint8)
+
+
+def _check_loaded(blocks: torch.Tensor, name: str) -> None:
+    """Whether every row came from the checkpoint, and is whole.
+
+    Raises:
+        FormatError: A row is missing, or a block is damaged.
+    """
+    missing = (blocks == _UNSET).all(dim=-1)
+    if bool(missing.any()):
+        raise FormatError(
+            f"{name}: {int(missing.sum())} of {blocks.shape[0]} rows, from row {int(missing.nonzero()[0])} on, are not in "
+            "the checkpoint; is this module, or one that vLLM fuses into it, missing there or listed in "
+            "modules_to_not_convert?"
+        )
+    pq2_format.check_blocks(blocks, name)
+
+
 class _Weight:
     """What linear layers, the embedding and the head share: blocks in, the prepared layout after loading, one product."""
 
@@ -178,7 +200,7 @@ class _Weight:
             if self.dummy:
                 prepared = pq2_format.random(n, k, weight.device, seed=zlib.crc32(self.prefix.encode()))
             else:
-                pq2_format.check_blocks(weight.data, f"{self.prefix}.weight")
+                _check_loaded(weight.data, f"{self.prefix}.weight")
                 prepared = pq2_format.prepare(weight.data)
             weight.data.view(-1).copy_(prepared.data)
             weight.pq2_prepared = True
@@ -222,7 +244,7 @@ class Pq2LinearMethod(_Weight, LinearMethodBase):
         self._create(layer, input_size_per_partition, input_size)
         rows = sum(output_partition_sizes)
         weight = ModelWeightParameter(
-            data=torch.empty(rows, pq2_format.block_rows(input_size_per_partition), dtype=torch.uint8),
+            data=_blocks(rows, input_size_per_partition),
             input_dim=1,
             output_dim=0,
             weight_loader=_once(extra_weight_attrs.pop("weight_loader")),
@@ -256,9 +278,7 @@ class Pq2EmbeddingMethod(_Weight, QuantizeMethodBase):
         self._create(layer, input_size_per_partition, input_size)
         layer.pq2_dtype = params_dtype
         rows = sum(output_partition_sizes)
-        weight = Parameter(
-            torch.empty(rows, pq2_format.block_rows(input_size_per_partition), dtype=torch.uint8), requires_grad=False
-        )
+        weight = Parameter(_blocks(rows, input_size_per_partition), requires_grad=False)
         loader = _once(extra_weight_attrs.pop("weight_loader"))
         set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": loader, **extra_weight_attrs})
         layer.register_parameter("weight", weight)
