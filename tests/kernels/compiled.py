@@ -92,8 +92,9 @@ def main() -> None:
         if arguments.asm:
             arguments.asm.mkdir(parents=True, exist_ok=True)
             (arguments.asm / f"{name.replace(' ', '_')}.sm_{arguments.arch}.ptx").write_text(ptx, encoding="utf-8")
-        words = [line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()]
-        words = [word if not word.startswith("@") else "@" for word in words]
+        # An instruction may stand behind its predicate, and behind the brace that opens inline assembly.
+        lines = [re.sub(r"^\s*(\{\s*)?(@!?%p\d+\s+)?", "", line) for line in ptx.splitlines() if line.startswith("\t")]
+        words = [line.split()[0] for line in lines if line.split()]
         counts = {word: words.count(word) for word in sorted(set(words)) if word[0].isalpha()}
         found[name] = {**_usage(result.asm["cubin"]), "instructions": counts}
     json.dump(found, sys.stdout)

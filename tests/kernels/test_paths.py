@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import DEVICE
 
-from pq2 import activations, dispatch, quantize, reference, small_gemm, switches
+from pq2 import activations, dispatch, embedding, quantize, reference, small_gemm, switches
 from pq2 import format as pq2_format
 from pq2.errors import PathUnavailable
 from pq2.format import Prepared
@@ -136,6 +136,28 @@ def test_a_small_product_is_the_reference_every_time(
         assert not arrived.any()  # ready for the next
         assert _error(results[-1], reference.small_gemm(x, weight) + bias.double()) < BOUND[dtype]
     assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [128, 1152])
+def test_a_lookup_gives_the_bits_of_the_reference(k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = pq2_format.random(37, k, DEVICE)
+    ids = torch.tensor([0, 36, 5, 5], device=DEVICE)
+    wanted = reference.embedding(ids, weight, dtype)
+    _poisoned(monkeypatch)
+    got = embedding.lookup(ids, weight, dtype)
+    if dtype == torch.bfloat16 and not GPU:  # cut off, not rounded
+        assert _error(got, wanted.double()) < BOUND[dtype]
+    else:
+        assert torch.equal(got, wanted)
+
+
+def test_a_rotated_lookup_is_rotated_back() -> None:
+    weight = pq2_format.random(9, 512, DEVICE)
+    signs = (torch.randint(0, 2, (512,), device=DEVICE) * 2 - 1).to(torch.int8)
+    ids = torch.tensor([8, 0], device=DEVICE)
+    wanted = quantize.unrotate(reference.embedding(ids, weight), signs, 256)
+    assert _error(embedding.lookup(ids, weight, torch.float32, signs, 256), wanted) < 1e-6
 
 
 def test_no_rows_are_no_launch() -> None:
