@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pq2.checkpoints import FLOATS, HfSource, Info, Source, Writer, copy_beside, is_tokenizer, write_json
-from pq2.errors import FormatError, Pq2Error
+from pq2.errors import FormatError, PathUnavailable, Pq2Error
 from pq2.format import BLOCK_BYTES, GROUP, block_rows, pack, ternarize
 from pq2.quantize import rotate
 from pq2.selection import HEAD, Selection, Wishes, check_fused, check_groups, fused_with, last, select
@@ -335,8 +335,10 @@ def _open(arguments: argparse.Namespace) -> Source:
                 "--rotation-block and --signs are for a GGUF; a Hugging Face directory is rotated by --rotate BLOCK"
             )
         return HfSource(path)
-    from pq2.gguf_source import GgufSource  # gguf and transformers are needed for this kind of source alone
-
+    try:
+        from pq2.gguf_source import GgufSource  # what it imports is needed for this kind of source alone
+    except ImportError as error:
+        raise PathUnavailable(f"{path}: a GGUF is read by the packages gguf and transformers: {error}") from error
     given = [name for name, on in (("--rotate", arguments.rotate), ("--keep", arguments.keep)) if on]
     given += [name for name, on in (("--no-embedding", not arguments.embedding), ("--head", arguments.head)) if on]
     if given or arguments.head is False:

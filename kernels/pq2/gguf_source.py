@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pq2 import gguf_types
 from pq2.checkpoints import Info
@@ -83,22 +84,18 @@ class GgufSource:
         Raises:
             FormatError: transformers cannot.
         """
-        from transformers import AutoTokenizer
-
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
             files = tokenizer.save_pretrained(target)
         except Exception as error:  # whatever it trips over, the way on is the same
             raise FormatError(
-                f"{self.path}: transformers makes no tokenizer of it ({type(error).__name__}: {error}); give the "
+                f"{self.path}: transformers makes no tokenizer of it ({_told(error)}); give the "
                 f"directory of the original's with --tokenizer DIR, or --no-tokenizer"
             ) from error
         return sorted(Path(file).name for file in files if Path(file).is_file())
 
     def _read_config(self, reader: gguf.GGUFReader) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         """The config as JSON, and the shape of every tensor of the model that it stands for."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         try:
             config = AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
             # transformers leaves the size of a head at its class's default where the file states another.
@@ -109,8 +106,7 @@ class GgufSource:
                 model = AutoModelForCausalLM.from_config(config)
         except Exception as error:  # metadata of any kind may be missing or odd
             raise FormatError(
-                f"{self.path}: transformers makes no {self.architecture} config of its metadata "
-                f"({type(error).__name__}: {error})"
+                f"{self.path}: transformers makes no {self.architecture} config of its metadata ({_told(error)})"
             ) from error
         config.architectures = [type(model).__name__]
         content = json.loads(config.to_json_string())
@@ -184,7 +180,7 @@ def _open(path: Path) -> gguf.GGUFReader:
     except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError) as error:
         raise FormatError(
             f"{path}: the GGUF file is cut short, damaged, or has a tensor type that the gguf package does not know "
-            f"({type(error).__name__}: {error})"
+            f"({_told(error)})"
         ) from error
     if reader.endianess != gguf.GGUFEndian.LITTLE:
         raise FormatError(f"{path}: a big-endian GGUF file: PQ2 blocks are little-endian")
@@ -207,3 +203,8 @@ def _architecture(reader: gguf.GGUFReader, path: Path) -> str:
 
 def _listed(types: Counter[str]) -> str:
     return ", ".join(f"{count} of type {name}" for name, count in types.most_common())
+
+
+def _told(error: Exception) -> str:
+    """An error of another package, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

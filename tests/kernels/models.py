@@ -119,12 +119,12 @@ class Gguf:
             writer.add_uint16(key, value)
         if self.tokenizer:
             tokens = [chr(code) for code in range(0x100, 0x100 + VOCAB - 2)] + ["<|im_start|>", "<|im_end|>"]
-            tokens[:3] = ["a", "b", "ab"]
+            tokens[:4] = ["a", "b", "ab", "aba"]
             writer.add_tokenizer_model("gpt2")
             writer.add_tokenizer_pre("qwen2")
             writer.add_token_list(tokens)
             writer.add_token_types([gguf.TokenType.NORMAL] * (VOCAB - 2) + [gguf.TokenType.CONTROL] * 2)
-            writer.add_token_merges(["a b"])
+            writer.add_token_merges(["a b", "ab a"])
             writer.add_eos_token_id(VOCAB - 1)
         for name, (data, kind) in self.tensors.items():
             writer.add_tensor(name, data, raw_dtype=kind)

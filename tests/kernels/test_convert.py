@@ -295,7 +295,7 @@ def test_a_gguf_becomes_what_its_model_becomes(architecture: str, make: Any, tmp
     tokens = torch.arange(20).unsqueeze(0)
     with torch.inference_mode():
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "through").tokenize("ab") == ["ab"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "through").tokenize("abaab") == ["aba", "ab"]
 
 
 def test_other_types_in_a_gguf_are_dequantised_and_kept(file: models.Gguf, tmp_path: Path) -> None:
@@ -604,6 +604,15 @@ def test_a_damaged_gguf(file: models.Gguf, tmp_path: Path) -> None:
     refused(path, tmp_path / "out", says=[f"{path}: no GGUF file: it begins with b'PK"])
     path.write_bytes(b"")
     refused(path, tmp_path / "out", says=[f"{path}: no GGUF file: it begins with b''"])
+
+
+def test_packages_that_read_a_gguf_are_named(
+    file: models.Gguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file.write(tmp_path / "model.gguf")
+    monkeypatch.delitem(sys.modules, "pq2.gguf_source", raising=False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(path, tmp_path / "out", says=["read by the packages gguf and transformers", "gguf"])
 
 
 def test_requests_that_a_gguf_does_not_take(file: models.Gguf, tmp_path: Path) -> None:
