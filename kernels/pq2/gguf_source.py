@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pq2 import gguf_types
@@ -57,6 +58,9 @@ class GgufSource:
                 f"{path}: no tensor is PQ2 (type {self._pq2.value}); there are {_listed(types)}. Blocks of a GGUF "
                 f"are passed on; to make a model's weights ternary, give its Hugging Face directory"
             )
+        eos, tokens = (reader.get_field(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "tokens"))
+        self._eos = None if eos is None else int(eos.contents())
+        self._vocabulary = 0 if tokens is None else len(tokens.data)
         self.config, shapes = self._read_config(reader)
         self._names = self._map_names(shapes)
         self.infos = {name: self._info(name, shape) for name, shape in shapes.items()}
@@ -82,15 +86,20 @@ class GgufSource:
         """Make the tokenizer that the file's metadata describe, through transformers.
 
         Raises:
-            FormatError: transformers cannot.
+            FormatError: transformers cannot, or makes one that ends texts with another token or has tokens of its own.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+            if (tokenizer.eos_token_id, len(tokenizer)) != (self._eos, self._vocabulary):
+                raise FormatError(
+                    f"it ends texts with token {tokenizer.eos_token_id} and has {len(tokenizer)} tokens, where the "
+                    f"file says {self._eos} and {self._vocabulary}"
+                )
             files = tokenizer.save_pretrained(target)
         except Exception as error:  # whatever it trips over, the way on is the same
             raise FormatError(
-                f"{self.path}: transformers makes no tokenizer of it ({_told(error)}); give the "
-                f"directory of the original's with --tokenizer DIR, or --no-tokenizer"
+                f"{self.path}: transformers {transformers.__version__} makes no tokenizer of it ({_told(error)}); give "
+                f"the directory of the original's with --tokenizer DIR, or --no-tokenizer"
             ) from error
         return sorted(Path(file).name for file in files if Path(file).is_file())
 

@@ -118,12 +118,12 @@ class Gguf:
         for key, value in self.fields.items():
             writer.add_uint16(key, value)
         if self.tokenizer:
-            tokens = [chr(code) for code in range(0x100, 0x100 + VOCAB - 2)] + ["<|im_start|>", "<|im_end|>"]
-            tokens[:4] = ["a", "b", "ab", "aba"]
+            control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+            tokens = ["a", "b", "ab", "aba", *(f"t{index}" for index in range(4, VOCAB - 3)), *control]
             writer.add_tokenizer_model("gpt2")
             writer.add_tokenizer_pre("qwen2")
             writer.add_token_list(tokens)
-            writer.add_token_types([gguf.TokenType.NORMAL] * (VOCAB - 2) + [gguf.TokenType.CONTROL] * 2)
+            writer.add_token_types([gguf.TokenType.NORMAL] * (VOCAB - 3) + [gguf.TokenType.CONTROL] * 3)
             writer.add_token_merges(["a b", "ab a"])
             writer.add_eos_token_id(VOCAB - 1)
         for name, (data, kind) in self.tensors.items():
