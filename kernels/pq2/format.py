@@ -108,7 +108,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
         raise FormatError(f"four codes go into a byte, and a row has {codes.shape[-1]}")
     if codes.numel() and int(codes.max()) > 2:
         raise FormatError(f"code {int(codes.max())}: ternary codes are 0, 1 and 2")
-    quads = codes.reshape(*codes.shape[:-1], -1, 4)
+    quads = codes.unflatten(-1, (codes.shape[-1] // 4, 4))
     return quads[..., 0] | quads[..., 1] << 2 | quads[..., 2] << 4 | quads[..., 3] << 6
 
 
@@ -124,6 +124,8 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Raises:
         FormatError: Shapes or types that do not fit, another code than 0, 1, 2, or a scale that is NaN or infinite.
     """
+    if codes.ndim != 2:
+        raise FormatError(f"codes to pack are a matrix [N, K], these are {list(codes.shape)}")
     n, k = codes.shape
     count = groups(k)
     if scales.dtype != torch.float16 or scales.shape != (n, count):
@@ -230,10 +232,10 @@ def _split(blocks: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, to
         raise FormatError(
             f"{name}: PQ2 blocks are uint8 [N, K / {GROUP} * {BLOCK_BYTES}], this is {blocks.dtype} {list(blocks.shape)}"
         )
-    n = blocks.shape[0]
-    whole = blocks.reshape(n, -1, BLOCK_BYTES)
-    scales = whole[..., :2].contiguous().view(torch.float16).reshape(n, -1)
-    return whole[..., 2:].reshape(n, -1), scales
+    n, count = blocks.shape[0], blocks.shape[1] // BLOCK_BYTES
+    whole = blocks.reshape(n, count, BLOCK_BYTES)
+    scales = whole[..., :2].contiguous().view(torch.float16).reshape(n, count)
+    return whole[..., 2:].reshape(n, count * CODE_BYTES), scales
 
 
 def _check_scales(scales: torch.Tensor, name: str = "weight") -> None:

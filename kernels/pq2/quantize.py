@@ -15,7 +15,7 @@ and multiplies by the signs after.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -45,13 +45,19 @@ def slot(byte: int) -> int:
 
 
 def places(order: Order) -> torch.Tensor:
-    """Where weight j of a group goes: int64 [128], a permutation."""
+    """Where weight j of a group goes: int64 [128], a permutation.
+
+    Raises:
+        FormatError: There is no such order.
+    """
     j = torch.arange(GROUP)
     if order == "natural":
         return j
     byte, s = j // 4, j % 4
     if order == "planes":
         return s * CODE_BYTES + byte
+    if order != "fragments":
+        raise FormatError(f"{order!r}: orders of a group's bytes are {', '.join(get_args(Order))}")
     return s * CODE_BYTES + torch.tensor([slot(int(b)) for b in byte])
 
 
@@ -63,8 +69,10 @@ def quantize(x: torch.Tensor, order: Order = "natural") -> Quantized:
         order: Order of the bytes of a group.
 
     Raises:
-        FormatError: K does not fit.
+        FormatError: K does not fit, or x is no floating matrix.
     """
+    if x.ndim != 2 or not x.is_floating_point():
+        raise FormatError(f"activations are a floating matrix [M, K], these are {x.dtype} {list(x.shape)}")
     m, k = x.shape
     count = groups(k)
     wide = x.reshape(m, count, GROUP).to(torch.float32)
@@ -109,15 +117,31 @@ def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, signs: torch.Tensor, block: int) -> torch.Tensor:
-    """Signs first, then the transform: what a layer's input goes through before it is quantised. Same dtype as x."""
+    """Signs first, then the transform: what a layer's input goes through before it is quantised. Same dtype as x.
+
+    Raises:
+        FormatError: The signs are not one for each input, or the block does not fit.
+    """
+    _check_signs(x, signs)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return hadamard(wide * signs.to(wide.dtype), block).to(x.dtype)
 
 
 def unrotate(x: torch.Tensor, signs: torch.Tensor, block: int) -> torch.Tensor:
-    """The inverse of `rotate`: what rows of a rotated embedding go through after the lookup."""
+    """The inverse of `rotate`: what rows of a rotated embedding go through after the lookup.
+
+    Raises:
+        FormatError: As for `rotate`.
+    """
+    _check_signs(x, signs)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (hadamard(wide, block) * signs.to(wide.dtype)).to(x.dtype)
+
+
+def _check_signs(x: torch.Tensor, signs: torch.Tensor) -> None:
+    # A single sign, or a row of them for each token, would broadcast and pass for a rotation.
+    if signs.shape != x.shape[-1:]:
+        raise FormatError(f"signs of an input of {x.shape[-1]} are [{x.shape[-1]}], these are {list(signs.shape)}")
 
 
 def check_rotation(k: int, block: int, parts: int = 1, name: str = "the input") -> None:
