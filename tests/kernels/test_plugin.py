@@ -116,10 +116,7 @@ def test_the_choice_is_in_the_key_of_the_compile_cache(site: Path) -> None:
 
 
 def test_triton_is_asked_for_where_kernels_are(site: Path) -> None:
-    hide = "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda n, *a: None if n == 'triton' else find(n, *a)\n"
-    done = _python(
-        site, hide + AS_ON_CUDA + "import pq2.vllm_plugin as plugin\nplugin.register()", PQ2_KERNELS="legacy"
-    )
+    done = _python(site, AS_ON_CUDA + WITHOUT_TRITON + LOAD, PQ2_KERNELS="legacy")
     assert done.returncode != 0
     assert "these kernels are written in Triton, which is not installed here" in done.stderr
 
