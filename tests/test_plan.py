@@ -164,7 +164,7 @@ def test_runs_from_before_there_were_kernel_folders_can_be_resumed() -> None:
 
 def test_both_variants_have_a_folder_for_kernels_where_one_has_kernels() -> None:
     sites = {"baseline": Path("/tmp/ab-x/kernels/0"), "candidate": Path("/tmp/ab-x/kernels/1")}
-    with_kernels = replace(host(), kernels={"candidate": (kernels("1"),)}, kernel_sites=sites)
+    with_kernels = replace(host(), kernels={"baseline": (), "candidate": (kernels("1"),)}, kernel_sites=sites)
     baseline, candidate, *_ = build_plan(spec("server.env.PYTHONPATH=/mine"), with_kernels).launches
     assert baseline.env["PYTHONPATH"] == "/mine:/tmp/ab-x/kernels/0:/tmp/ab-x/site"
     assert candidate.env["PYTHONPATH"] == candidate.expected["PYTHONPATH"] == "/mine:/tmp/ab-x/kernels/1:/tmp/ab-x/site"
