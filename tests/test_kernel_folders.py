@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,16 @@ def test_two_versions_of_a_folder_are_an_experiment(mine: Path, capsys: Any) -> 
     assert "undeclared_difference" not in told
     old, new = launches(folder)
     assert old.kernels[0].sha256 != new.kernels[0].sha256
+
+
+def test_a_report_proves_only_the_switch_that_the_plugin_was_given(mine: Path, capsys: Any) -> None:
+    folder = mine.parent
+    path = spec_file(folder, [str(mine)], candidate={"env": {"FAKE_SWITCH": "fast", "ANOTHER": "1"}})
+    assert run(folder, path) == 0
+    told = capsys.readouterr().out
+    assert "effect of FAKE_SWITCH: reported: mine says kernel set fast in the candidate" in told
+    assert "effect of ANOTHER: reported" not in told
+    assert re.search(r"^note: .*ANOTHER: delivered, and nothing shows", told, re.MULTILINE)
 
 
 def test_one_variant_may_have_kernels_and_the_other_none(mine: Path, capsys: Any) -> None:
