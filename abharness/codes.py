@@ -29,7 +29,7 @@ class Code:
 
 CODES: dict[str, Code] = {
     "env_unverifiable": Code(
-        "the environment of a server process could not be read whole, so the switch is not proven",
+        "a server process's environment could not be read whole, or a report not be heard: the switch is not proven",
         "see which process and why in evidence.json",
     ),
     "env_mismatch": Code(
@@ -37,7 +37,7 @@ CODES: dict[str, Code] = {
         "look for a typo or for code that rewrites the variable before it starts the process",
     ),
     "switch_not_recognised": Code(
-        "the switch reached the process but the server does not know it, or its expected log line is missing",
+        "the switch reached the process but the server does not know it, or what it should log or report is not there",
         "check the name against this vLLM version",
     ),
     "kernel_mismatch": Code(

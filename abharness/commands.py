@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from abharness import claims, compare, guard, inspection, prepare, probe, redaction, report, webpage
+from abharness import claims, compare, guard, inspection, kernelfolder, prepare, probe, redaction, report, webpage
 from abharness.errors import UsageError
 from abharness.failures import COMMAND_TITLE, command_lines, last_words, what_happened
 from abharness.plan import Host, Plan, build_plan, describe, launch_order
 from abharness.progress import Reporter
 from abharness.record import EnvironmentCheck
+from abharness.reported import without_counts
 from abharness.runner import Runner
 from abharness.runs import launches_dir, read_launch
 from abharness.spec import VARIANTS, DesignSpec, ExperimentSpec, Primary
@@ -111,13 +112,13 @@ def run(
         AbharnessError: It could not start, or cannot be compared.
         KeyboardInterrupt: Asked to stop; what was measured is on disk.
     """
-    run_dir = prepare.run_dir_to_resume(spec, output) if resume else None
-    claims.clear_dead_runs(prepare.scratch_parent(), reporter.note)
     host = prepare.make_host(spec, environ)
+    run_dir = prepare.run_dir_to_resume(spec, host, output) if resume else None
+    claims.clear_dead_runs(prepare.scratch_parent(), reporter.note)
     prepare.check_disk(output, host.scratch)
     prepare.make_missing_parts(spec, host, environ, reporter.note)
     if run_dir is None:
-        run_dir = prepare.new_run_dir(spec, output)
+        run_dir = prepare.new_run_dir(spec, host, output)
     with _claimed(host) as claim, claims.one_run_at_a_time(run_dir, host.scratch) as earlier:
         if earlier is not None:
             claims.clear_dead(earlier, reporter.note)
@@ -130,6 +131,8 @@ def _claimed(host: Host) -> Iterator[claims.Holding]:
     """Hold the scratch folder of a run, guarded; nothing of the run outlives the block, or this process."""
     with guard.guarding(host.scratch), claims.holding(host.scratch) as claim:
         probe.install(host.probe_site)
+        for variant, site in host.kernel_sites.items():
+            kernelfolder.install(site, host.kernels[variant])
         yield claim
 
 
@@ -180,12 +183,13 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
     Raises:
         AbharnessError: Nothing could be launched at all.
     """
+    texts_only = {variant: without_counts(expected) for variant, expected in spec.verify.expect_report.items()}
     idle = spec.model_copy(
         update={
             "workloads": (),
             "design": DesignSpec(launches_per_variant=1, seed=spec.design.seed),
             "trace": None,
-            "verify": spec.verify.model_copy(update={"expect_kernels": {}}),
+            "verify": spec.verify.model_copy(update={"expect_kernels": {}, "expect_report": texts_only}),
         }
     )
     claims.clear_dead_runs(prepare.scratch_parent(), reporter.note)
@@ -225,6 +229,8 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
     unchecked: list[str] = []
     if spec.verify.expect_kernels:
         unchecked.append("expect_kernels: kernels are traced under load; abharness run checks them")
+    if texts_only != spec.verify.expect_report:
+        unchecked.append("expect_report: numbers count what the load does; abharness run checks them")
     texts += [f"not checked: {text}\n" for text in unchecked]
     return VerifyResult("".join(texts), _json({"variants": data, "not_checked": unchecked}), _worst(codes))
 

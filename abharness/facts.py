@@ -16,8 +16,9 @@ from typing import Any
 from abharness.judge import reports_by_pid, role_of
 from abharness.plan import PROFILER_FLAG
 from abharness.record import LaunchRecord
+from abharness.reported import identity
 from abharness.runs import CellKey, Launch
-from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, ExperimentSpec
+from abharness.spec import CACHE_VARIABLES, OWNED_VARIABLES, ExperimentSpec, kernel_name
 
 OWN = "<launch>"
 """Stands for what belongs to one launch alone."""
@@ -49,6 +50,8 @@ def launch_facts(launch: Launch) -> dict[str, str]:
     facts |= _environment(launch, place)
     facts |= {f"version.{name}": value for name, value in evidence.server_versions.items()}
     facts |= _modules(launch)
+    facts |= {f"kernels.{folder.name}": folder.sha256 for folder in record.kernels}
+    facts |= {f"report.{name}": place(value) for name, value in identity(evidence.environment).items()}
     facts["gpu"] = ",".join(evidence.gpu_uuids) if evidence.gpu_uuids else f"none ({evidence.gpu_absent})"
     facts |= _power_limits(record)
     for cell in record.cells:
@@ -100,14 +103,19 @@ def declared_facts(spec: ExperimentSpec) -> set[str]:
     if spec.python_of("baseline") != spec.python_of("candidate"):
         declared |= {"python", "env.PATH"}
         declared |= {f"version.{name}" for name in PACKAGES}
+    differing = {*spec.kernels_of("baseline")} ^ {*spec.kernels_of("candidate")}
+    declared |= {f"kernels.{kernel_name(folder)}" for folder in differing}
     return declared
 
 
 def follows_from_arguments(name: str, spec: ExperimentSpec) -> bool:
-    """Whether a difference inside the server can be put down to declared arguments or another build."""
+    """Whether a difference inside the server can be put down to declared arguments, another build or other kernels."""
     args = spec.merged_args("baseline") != spec.merged_args("candidate")
     build = spec.python_of("baseline") != spec.python_of("candidate")
-    return (args and name.startswith(("config.", "inside."))) or (
+    kernels = spec.kernels_of("baseline") != spec.kernels_of("candidate")
+    if name.startswith("report."):  # what a plugin says that it runs is what switches are for
+        return bool(args or build or kernels or spec.switches())
+    return ((args or kernels) and name.startswith(("config.", "inside."))) or (
         build and name.startswith(("config.", "inside.", "vllm_env.", "module."))
     )
 

@@ -11,6 +11,7 @@ from abharness.errors import UsageError
 from abharness.plan import SWITCH_PREFIXES
 from abharness.record import EnvironmentCheck
 from abharness.redaction import printable, redact
+from abharness.reported import lines as report_lines
 from abharness.witnesses import ProcessWitness
 
 
@@ -122,6 +123,7 @@ def check_text(label: str, check: EnvironmentCheck) -> str:
         inside = {pid for pid, report in reports.items() if plugin in report.plugins}
         loaded = [f"{one.pid} {one.name}" for one in check.processes if one.pid in {*pids, *inside}]
         lines.append(f"  plugin {plugin}: loaded in {', '.join(loaded) or 'no process'}")
+    lines += [f"  plugin {line}" for line in report_lines(check)]
     lines += [f"  {finding.code}: {finding.message}" for finding in check.findings]
     lines.append("  NOT verified" if any(finding.fatal for finding in check.findings) else "  verified")
     return "\n".join(lines) + "\n"

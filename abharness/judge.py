@@ -12,7 +12,7 @@ from pathlib import PurePath
 
 from abharness.record import EnvironmentCheck, Finding
 from abharness.redaction import hidden, printable
-from abharness.witnesses import ENGINE_TITLE, CacheEvidence, ProbeReport, ProcessWitness
+from abharness.witnesses import ENGINE_TITLE, CacheEvidence, KernelFolder, ProbeReport, ProcessWitness
 
 FLAG_TEXTS = frozenset({"", "0", "1", "false", "true", "no", "yes", "off", "on"})
 """Values, in lower case, that a server may read as on or off in more than one way."""
@@ -47,6 +47,7 @@ def judge_check(
     expected: Mapping[str, str | None],
     expect_log: Sequence[str] = (),
     plugins: Sequence[str] = (),
+    kernels: Sequence[KernelFolder] = (),
     caches: Mapping[str, str] | None = None,
     gpus: Sequence[str] | None = None,
     fresh_caches: bool = True,
@@ -58,6 +59,7 @@ def judge_check(
         expected: Declared variables as `recordable` writes them; None means must be unset.
         expect_log: Regular expressions that had to match a line of the log.
         plugins: Plugins that had to be loaded in every process that runs the model.
+        kernels: Kernel folders whose copies, and no others, had to be what was imported.
         caches: Cache variable -> the launch's own directory; None where the launch has none of its own.
         gpus: UUIDs of the launch's GPUs; None where there is none.
         fresh_caches: The launch began with empty compile caches.
@@ -73,6 +75,7 @@ def judge_check(
     findings += _second_witness(check, alive, {n: v for n, v in expected.items() if n not in mismatches})
     findings += _log(check, expected, expect_log, fresh_caches=fresh_caches)
     findings += _plugins(check, alive, plugins)
+    findings += _kernel_folders(check, kernels)
     findings += _caches_in_effect(check, caches or {})
     findings += _gpus(check, gpus)
     return findings
@@ -122,7 +125,7 @@ def _started_with(check: EnvironmentCheck, wanted: Mapping[str, str | None]) -> 
     for name, value in wanted.items():
         unasked = [witness.pid for witness in readable if name not in witness.started_with]
         if unasked:
-            text = f"{name}: nothing is on record of {_named(check, unasked)}"
+            text = f"{name}: nothing is on record of {named(check, unasked)}"
             findings[name] = _unverifiable(text, "the record is not of this configuration, or was changed")
             continue
         values = [(one, one.started_with[name]) for one in readable]
@@ -181,7 +184,7 @@ def _second_witness(
     if silent:
         findings.append(
             _unverifiable(
-                f"the probe reports from {_named(check, reports)} but not from "
+                f"the probe reports from {named(check, reports)} but not from "
                 f"{', '.join(f'pid {one.pid} ({role_of(one)})' for one in silent[:MOST_SHOWN])}",
                 "general plugins were not loaded there: what runs the model is not what was set up",
             )
@@ -192,7 +195,7 @@ def _second_witness(
         why = "".join(sorted({f"; it cannot be asked: {report.deaf}" for report in mute if report.deaf is not None}))
         findings.append(
             _unverifiable(
-                f"the probe did not answer in {_named(check, [report.pid for report in mute])}{why}; its report is from "
+                f"the probe did not answer in {named(check, [report.pid for report in mute])}{why}; its report is from "
                 "the start of the process, and a later change would not show",
                 "see server.log" if why else "the process hangs or is very busy; see server.log",
             )
@@ -218,7 +221,8 @@ def _second_witness(
     return findings
 
 
-def _named(check: EnvironmentCheck, pids: Iterable[int]) -> str:
+def named(check: EnvironmentCheck, pids: Iterable[int]) -> str:
+    """Processes of a check in words: the first few one by one, and how many more."""
     roles = {witness.pid: role_of(witness) for witness in check.processes}
     chosen = sorted(pids)
     more = f" and {len(chosen) - MOST_SHOWN} more" if len(chosen) > MOST_SHOWN else ""
@@ -283,13 +287,33 @@ def _plugins(check: EnvironmentCheck, alive: Sequence[ProcessWitness], plugins: 
                 code="plugin_not_active",
                 message=f"plugin {plugin}: "
                 + (f"the log says {failed[:200]!r}; " if failed else "")
-                + f"seen loaded in {_named(check, pids) or 'no process'}, "
-                f"not in {_named(check, missing) or 'a process that runs the model'}",
+                + f"seen loaded in {named(check, pids) or 'no process'}, "
+                f"not in {named(check, missing) or 'a process that runs the model'}",
                 hint="it is not installed for this interpreter, not named in VLLM_PLUGINS, or failed on import; "
                 "abharness_probe in VLLM_PLUGINS reports what is loaded, and vLLM logs it with VLLM_LOGGING_LEVEL=DEBUG",
                 fatal=True,
             )
         )
+    return findings
+
+
+def _kernel_folders(check: EnvironmentCheck, kernels: Sequence[KernelFolder]) -> list[Finding]:
+    """A package of the same name elsewhere on the path may have been imported in the stead of the copy."""
+    findings = []
+    for folder in kernels:
+        copy = PurePath(folder.site) / folder.name
+        files = {pid: report.plugin_files.get(folder.name) for pid, report in reports_by_pid(check).items()}
+        others = {pid: file for pid, file in files.items() if file and not PurePath(file).is_relative_to(copy)}
+        if others:
+            findings.append(
+                Finding(
+                    code="plugin_not_active",
+                    message=f"kernels {folder.name}: {named(check, others)} imported {sorted(others.values())[0]}, not the "
+                    f"run's copy of {folder.path}",
+                    hint="a package of this name comes first on the server's path: look at the declared PYTHONPATH",
+                    fatal=True,
+                )
+            )
     return findings
 
 
@@ -311,7 +335,7 @@ def _caches_in_effect(check: EnvironmentCheck, caches: Mapping[str, str]) -> lis
             findings.append(
                 Finding(
                     code="compile_cache_reused",
-                    message=f"{_named(check, [pid])}: {'; '.join(outside[:3])}: not below this launch's own folder "
+                    message=f"{named(check, [pid])}: {'; '.join(outside[:3])}: not below this launch's own folder "
                     f"{sorted(map(str, roots))[0]}",
                     hint="the server keeps compiled code where another launch finds it: look for what moves the cache",
                     fatal=True,
@@ -353,7 +377,7 @@ def _gpus(check: EnvironmentCheck, gpus: Sequence[str] | None) -> list[Finding]:
                 _mismatch(
                     "CUDA_VISIBLE_DEVICES",
                     ", ".join(gpus or ()),
-                    f"{_named(check, [pid])} uses {', '.join(strange)}",
+                    f"{named(check, [pid])} uses {', '.join(strange)}",
                     "the server runs on another GPU than the one that was checked and sampled",
                 )
             )

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from abharness import endpoints, hearing, judge, server, verify
+from abharness import endpoints, hearing, judge, kernelfolder, server, verify
 from abharness.ask import first_completion
 from abharness.errors import AbharnessError, GpuLost, LaunchError, LoadFailed, VerificationFailed
 from abharness.executed import judge_kernels
@@ -116,6 +116,7 @@ class LaunchExecution:
         self.run.reporter.phase(phase)
 
     def _serve(self, vllm: server.VllmServer) -> None:
+        kernelfolder.require_unchanged(self.planned.kernels)
         self.sampler.note_memory_before()
         self.run.hold(vllm.held(self.folder / LOG_FILE))
         vllm.start()
@@ -156,6 +157,8 @@ class LaunchExecution:
             raise LoadFailed(f"the server no longer answers after the load: {reason}", log_tail=vllm.log_tail(40))
         vllm.check_listener()
         self._verify(vllm, "after_load")
+        # Once more: what a process imports late must be the same, too.
+        kernelfolder.require_unchanged(self.planned.kernels)
         # Last: what is measured and proven by now stays so, whatever the profiler does to the server.
         self.traces = trace_launch(load, self.planned, self.folder, self._enter)
         self._judge_kernels()
@@ -212,7 +215,9 @@ class LaunchExecution:
             other_log=[
                 text for variant, texts in expected.items() for text in texts if variant != self.planned.variant
             ],
-            plugins=self.spec.verify.plugins.get(self.planned.variant, ()),
+            plugins=self.spec.plugins_of(self.planned.variant),
+            kernels=self.planned.kernels,
+            expect_report=self.spec.verify.expect_report.get(self.planned.variant),
             probes=hearing.hear(self.planned.probe_dir),
             probe_absent=self.planned.probe_absent,
             caches={name: str(path) for name, path in self.planned.cache_dirs.items()},
@@ -278,6 +283,7 @@ class LaunchExecution:
             env=redact(planned.env),
             inherited=list(planned.inherited),
             not_passed=list(planned.not_passed),
+            kernels=list(planned.kernels),
             model=scrub(planned.argv[4]),
             served_model_name=planned.served_model_name,
             port=planned.port,

@@ -12,8 +12,8 @@ import os
 import random
 import shlex
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from abharness.spec import (
     Gsm8kWorkload,
     PrefillWorkload,
 )
+from abharness.witnesses import KernelFolder
 
 PROFILER_FLAG = "--profiler-config"
 
@@ -66,6 +67,8 @@ class Host:
         probe_site: Folder that brings the probe to any interpreter.
         run_token: Unique text of this run; sentinels and served model names are made from it.
         environ: The caller's environment.
+        kernels: Kernel folders of each variant.
+        kernel_sites: Folder that brings them to any interpreter, by variant; empty where no variant has any.
     """
 
     pythons: Mapping[Variant, Path]
@@ -75,6 +78,8 @@ class Host:
     probe_site: Path
     run_token: str
     environ: Mapping[str, str]
+    kernels: Mapping[Variant, tuple[KernelFolder, ...]] = field(default_factory=dict)
+    kernel_sites: Mapping[Variant, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class PlannedLaunch:
         tmp_dir: `TMPDIR` of the launch.
         probe_dir: Where its processes report about themselves.
         probe_absent: Why the probe cannot be brought into it, or None.
+        kernels: The kernel folders that it gets.
         trace_dir: Where its profiler writes; nothing is there unless the spec asks for a trace.
         log_path: Where it writes its log while it runs: a results folder may be on a slow disk, and a server that
             waits for its log answers late.
@@ -109,6 +115,7 @@ class PlannedLaunch:
     tmp_dir: Path
     probe_dir: Path
     probe_absent: str | None
+    kernels: tuple[KernelFolder, ...]
     trace_dir: Path
     log_path: Path
 
@@ -142,9 +149,20 @@ def launch_order(design: DesignSpec) -> list[Variant]:
     return order
 
 
-def config_hash(spec: ExperimentSpec) -> str:
-    """Hash of everything in a spec that changes what is run; the wording of the question does not."""
-    data = spec.model_dump(mode="json", exclude={"question": True, "server": {"ready_timeout_s"}})
+def config_hash(spec: ExperimentSpec, kernels: Mapping[Variant, Sequence[KernelFolder]] | None = None) -> str:
+    """Hash of everything that changes what is run: the spec without the question's wording, and what its kernels are.
+
+    Args:
+        spec: The experiment.
+        kernels: The kernel folders of each variant: their contents count, not where they lie.
+    """
+    data = spec.model_dump(mode="json", exclude={"question": True, "server": {"ready_timeout_s", "kernels"}})
+    for variant in data["variants"].values():
+        del variant["kernels"]
+    if not spec.verify.expect_report:
+        del data["verify"]["expect_report"]  # so that runs of versions without this key can be resumed
+    if kernels and any(kernels.values()):
+        data["kernels"] = {variant: {one.name: one.sha256 for one in kernels[variant]} for variant in VARIANTS}
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -156,7 +174,7 @@ def recorded_hash(spec: Mapping[str, Any]) -> str:
 def build_plan(spec: ExperimentSpec, host: Host) -> Plan:
     """Resolve every launch of an experiment."""
     launches = [plan_launch(spec, host, index, variant) for index, variant in enumerate(launch_order(spec.design))]
-    return Plan(config_hash(spec), tuple(launches))
+    return Plan(config_hash(spec, host.kernels), tuple(launches))
 
 
 def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) -> PlannedLaunch:
@@ -187,8 +205,10 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
         if value is None:
             env.pop(name, None)
     absent = _probe_absent(declared)
-    if absent is None:
-        env["PYTHONPATH"] = os.pathsep.join(part for part in (env.get("PYTHONPATH"), str(host.probe_site)) if part)
+    # Both variants get a folder where one has kernels, so that their paths do not differ.
+    sites = [host.kernel_sites.get(variant), host.probe_site if absent is None else None]
+    if any(sites):
+        env["PYTHONPATH"] = os.pathsep.join(str(part) for part in (env.get("PYTHONPATH"), *sites) if part)
     expected = {**declared, **({"PYTHONPATH": env["PYTHONPATH"]} if declared.get("PYTHONPATH") is not None else {})}
     if "PATH" not in declared:
         env["PATH"] = f"{host.pythons[variant].parent}:{env.get('PATH', '/usr/bin:/bin')}"
@@ -213,6 +233,7 @@ def plan_launch(spec: ExperimentSpec, host: Host, index: int, variant: Variant) 
         tmp_dir=home / "tmp",
         probe_dir=home / "probe",
         probe_absent=absent,
+        kernels=host.kernels.get(variant, ()),
         trace_dir=home / "traces",
         log_path=home / "server.log",
     )
@@ -338,6 +359,12 @@ def trace_shapes(spec: ExperimentSpec) -> list[Shape]:
     return [*shapes, *(Shape(TRACE, "prefill", length, 1, 1, TRACED_PREFILLS, 1, 1) for length in traced_lens)]
 
 
+def kernel_text(folder: KernelFolder) -> str:
+    """A kernel folder in words: name, the beginning of its hash, and the commit that it is or is not."""
+    commit = "in no repository" if folder.git_commit is None else f"commit {folder.git_commit[:12]}"
+    return f"{folder.name} {folder.sha256[:12]} ({commit}{' and changes' if folder.git_dirty else ''})"
+
+
 def describe(spec: ExperimentSpec, plan: Plan) -> str:
     """The plan as `--dry-run` prints it."""
     lines = [
@@ -352,6 +379,8 @@ def describe(spec: ExperimentSpec, plan: Plan) -> str:
             for variant, value in values.items()
         )
         lines.append(f"switch     {name}   {shown}")
+    for variant, folders in {launch.variant: launch.kernels for launch in plan.launches}.items():
+        lines += [f"kernels    {variant}: {kernel_text(folder)} from {folder.path}" for folder in folders]
     for launch in plan.launches:
         lines += ["", f"launch {launch.label}", f"  command  {shlex.join(redact_argv(launch.argv))}", "  environment"]
         lines += [f"    {name}={value}" for name, value in sorted(redact(launch.env).items())]

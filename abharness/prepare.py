@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from abharness import environments, models, resources
+from abharness import environments, kernelfolder, models, resources
 from abharness.environments import PREFIX
 from abharness.errors import UsageError
 from abharness.plan import Host, Plan, config_hash
@@ -28,11 +28,22 @@ def make_host(spec: ExperimentSpec, environ: Mapping[str, str]) -> Host:
     """Resolve what the machine contributes to a plan, without making anything.
 
     Raises:
-        UsageError: An interpreter or model that cannot exist.
+        UsageError: An interpreter or model that cannot exist, or a folder that is no kernel folder.
     """
     token = secrets.token_hex(4)
     # Short: vLLM's sockets live below it, and a socket path ends at 107 bytes.
     scratch = scratch_parent() / f"ab-{token}"
+    named = {variant: spec.kernels_of(variant) for variant in VARIANTS}
+    resolved = {
+        variant: kernelfolder.resolve(folders, scratch / "kernels", environ) for variant, folders in named.items()
+    }
+    contents = [[(one.name, one.sha256) for one in folders] for _, folders in resolved.values()]
+    if named["baseline"] != named["candidate"] and contents[0] == contents[1]:
+        raise UsageError(
+            f"kernels: the variants name other folders ({', '.join(named['baseline'])} and "
+            f"{', '.join(named['candidate'])}), and what is in them is the same",
+            hint="name the other version in one of them; where both are to have the same kernels, server.kernels says so",
+        )
     return Host(
         pythons={variant: environments.resolve_python(spec.python_of(variant), environ) for variant in VARIANTS},
         model=models.resolve_model(spec.server.model, environ),
@@ -41,6 +52,8 @@ def make_host(spec: ExperimentSpec, environ: Mapping[str, str]) -> Host:
         probe_site=scratch / "site",
         run_token=token,
         environ=environ,
+        kernels={variant: folders for variant, (_, folders) in resolved.items()},
+        kernel_sites={variant: site for variant, (site, _) in resolved.items()} if any(named.values()) else {},
     )
 
 
@@ -111,13 +124,13 @@ def check_disk(*folders: Path) -> None:
         resources.check_disk_free(there, MIN_FREE_BYTES)
 
 
-def new_run_dir(spec: ExperimentSpec, output: Path) -> Path:
+def new_run_dir(spec: ExperimentSpec, host: Host, output: Path) -> Path:
     """Make the folder of a new run; its name comes behind those of all runs beside it, whatever the clock says.
 
     Raises:
         UsageError: It cannot be made.
     """
-    folder = output / spec.experiment / f"{_next_stamp(output / spec.experiment)}-{config_hash(spec)}"
+    folder = output / spec.experiment / f"{_next_stamp(output / spec.experiment)}-{config_hash(spec, host.kernels)}"
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -142,13 +155,13 @@ def _next_stamp(parent: Path) -> str:
         return now  # no folder yet, or a name that is no time
 
 
-def run_dir_to_resume(spec: ExperimentSpec, output: Path) -> Path:
+def run_dir_to_resume(spec: ExperimentSpec, host: Host, output: Path) -> Path:
     """The newest run of exactly this configuration.
 
     Raises:
         UsageError: There is none.
     """
-    wanted = config_hash(spec)
+    wanted = config_hash(spec, host.kernels)
     parent = output / spec.experiment
     runs = sorted(parent.glob("*-*")) if parent.is_dir() else []
     same = [run for run in runs if run.name.endswith(f"-{wanted}")]

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .redaction import hidden, redact
+from .redaction import hidden, printable, redact, redact_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,10 @@ DIR_VARIABLE = "ABHARNESS_PROBE_DIR"
 PLUGIN = "abharness_probe"
 GROUP = "vllm.general_plugins"
 MODULES = ("vllm", "torch", "triton", "transformers", "flashinfer", "numpy")
+REPORT_FUNCTION = "abharness_report"
+"""A plugin's module that has this function is asked what the plugin runs."""
+MOST_REPORTED = 16 * 1024
+"""Bytes of a plugin's report, as JSON."""
 _MARK = "_abharness_probe_pid"
 
 
@@ -46,10 +50,15 @@ def install(folder: Path) -> None:
     (package / "__init__.py").write_text("", encoding="utf-8")
     for name in ("probe.py", "redaction.py"):
         shutil.copyfile(here / name, package / name)
-    info = folder / f"{PLUGIN}-1.dist-info"
+    write_metadata(folder, PLUGIN, "probe")
+
+
+def write_metadata(folder: Path, name: str, module: str) -> None:
+    """Write the metadata by which vLLM finds the plugin `NAME.MODULE:register` in a folder on PYTHONPATH."""
+    info = folder / f"{name}-1.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1\n", encoding="utf-8")
-    entry = f"[{GROUP}]\n{PLUGIN} = {PLUGIN}.probe:register\n"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n", encoding="utf-8")
+    entry = f"[{GROUP}]\n{name} = {name}.{module}:register\n"
     (info / "entry_points.txt").write_text(entry, encoding="utf-8")
 
 
@@ -98,6 +107,9 @@ class _Witness:
         """Write this process's file, whole or not at all."""
         self.reason = reason
         data = {"reason": reason, "nonce": nonce, "deaf": self.deaf, **_facts(self.plugins)}
+        if reason == "asked":
+            # Not at the start: the plugins are only being loaded then, and what they would look at may not be there yet.
+            data["reports"], data["report_faults"] = _reports()
         path = self.folder / f"{os.getpid()}.json"
         part = path.with_suffix(".part")
         part.write_text(json.dumps(data), encoding="ascii")
@@ -164,6 +176,7 @@ def _facts(plugins: list[str] | None) -> dict[str, Any]:
         "environ": redact(dict(os.environ)),
         "modules": _modules(),
         "plugins": _imported_plugins() if plugins is None else plugins,
+        "plugin_files": _plugin_files(),
         "cache_dirs": _cache_dirs(),
         "gpu_uuids": gpus,
         "gpu_absent": gpu_absent,
@@ -199,7 +212,38 @@ def _plugins_of_caller() -> list[str] | None:
 
 def _imported_plugins() -> list[str]:
     """General plugins whose module this process has imported: vLLM imports no other, and drops what fails."""
-    return sorted({entry.name for entry in metadata.entry_points(group=GROUP) if entry.module in sys.modules})
+    return sorted(_plugin_modules())
+
+
+def _plugin_modules() -> dict[str, Any]:
+    entries = metadata.entry_points(group=GROUP)
+    return {entry.name: sys.modules[entry.module] for entry in entries if entry.module in sys.modules}
+
+
+def _plugin_files() -> dict[str, str]:
+    files = {name: getattr(module, "__file__", None) for name, module in _plugin_modules().items()}
+    return {name: printable(file) for name, file in files.items() if isinstance(file, str)}
+
+
+def _reports() -> tuple[dict[str, Any], dict[str, str]]:
+    """What the plugins of this process say of themselves, and of those that cannot say it, why."""
+    reports: dict[str, Any] = {}
+    faults: dict[str, str] = {}
+    for name, module in _plugin_modules().items():
+        try:
+            function = getattr(module, REPORT_FUNCTION, None)
+            if function is None:
+                continue
+            report = function()
+            if not isinstance(report, dict):
+                raise TypeError(f"{REPORT_FUNCTION} returned {type(report).__name__}, not a dict")
+            text = json.dumps(report, allow_nan=False)
+            if len(text) > MOST_REPORTED:
+                raise ValueError(f"{REPORT_FUNCTION} returned {len(text)} bytes of JSON, more than {MOST_REPORTED}")
+            reports[name] = redact_data(json.loads(text))
+        except BaseException as error:  # a SystemExit would end the thread that answers
+            faults[name] = hidden("", repr(error))[:300]
+    return reports, faults
 
 
 def _cache_dirs() -> dict[str, str]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from abharness.effects import Effect
 from abharness.judge import reports_by_pid
+from abharness.plan import kernel_text
 from abharness.record import EnvironmentCheck, Variant
+from abharness.reported import lines
 from abharness.runs import Launch
 from abharness.spec import VARIANTS, ExperimentSpec
 
@@ -23,9 +25,10 @@ class SwitchProof:
     """One declared difference in one variant.
 
     Attributes:
-        name: The variable, or `arguments` or `python`.
+        name: The variable, or `arguments`, `python` or `kernels`.
         declared: Its value, or `unset`.
-        started_with: What `/proc` shows of the server's processes; for arguments and interpreters, the launches' commands.
+        started_with: What `/proc` shows of the server's processes; for the others, what the launches were
+            given.
         inside: What the probe says from inside them; empty where that is nothing the probe could say.
         effect: What shows that the server acts on it; None where nothing does.
     """
@@ -77,6 +80,10 @@ def switch_proofs(
         if spec.python_of("baseline") != spec.python_of("candidate"):
             text = spec.python_of(variant) or "the interpreter of abharness"
             found.append(_launched("python", variant, text, (), launches[variant], acted))
+    for variant in VARIANTS:
+        if spec.kernels_of("baseline") != spec.kernels_of("candidate"):
+            text = ", ".join(spec.kernels_of(variant)) or "none"
+            found.append(_launched("kernels", variant, text, (), launches[variant], acted))
     return found
 
 
@@ -91,6 +98,8 @@ def _launched(
     """A difference that is in the command itself: what the launches were started with is what shows it."""
     if name == "python":
         seen = Counter(launch.record.argv[0] for launch in launches)
+    elif name == "kernels":
+        seen = Counter(_kernel_folders([launch]) or "none" for launch in launches)
     else:
         seen = Counter("given" if set(args) <= set(launch.record.argv) else "NOT given" for launch in launches)
     return SwitchProof(name, variant, declared, _counted(seen, "no launch"), "", acted.get(name))
@@ -104,6 +113,8 @@ def facts(launches: Mapping[Variant, Sequence[Launch]]) -> list[Fact]:
         ("expected log lines", _log_lines),
         ("log lines that doubt a switch", _doubts),
         ("plugins", _plugins),
+        ("kernel folders", _kernel_folders),
+        ("reports of plugins", _reports),
         ("compile caches", _caches),
         ("processes on the GPUs", _holders),
         ("versions", _versions),
@@ -172,6 +183,14 @@ def _plugins(launches: Sequence[Launch]) -> str:
         for plugin, line in check.plugin_failures.items():
             found[f"{plugin} failed ({line})"] += 1
     return ", ".join(f"{plugin} in {count} readings of processes" for plugin, count in found.items())
+
+
+def _kernel_folders(launches: Sequence[Launch]) -> str:
+    return "; ".join(dict.fromkeys(kernel_text(folder) for launch in launches for folder in launch.record.kernels))
+
+
+def _reports(launches: Sequence[Launch]) -> str:
+    return _few([f"{check.when}: {line}" for check in _checks(launches) for line in lines(check)])
 
 
 def _caches(launches: Sequence[Launch]) -> str:

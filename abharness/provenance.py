@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from abharness import __version__
+from abharness import __version__, git
 from abharness.telemetry import Gpu
 
 
@@ -33,7 +32,7 @@ def collect(gpu: Gpu) -> dict[str, Any]:
             name: _version(name) for name in ("aiohttp", "openai", "datasets", "scipy", "nvidia-ml-py")
         },
         "gpu": gpu.describe(),
-        "git": _git(),
+        "git": git.state(Path.cwd()),
     }
 
 
@@ -50,16 +49,3 @@ def _cpu_model() -> str | None:
     except OSError:
         return None
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
-
-
-def _git() -> dict[str, Any] | None:
-    def ask(*args: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = ask("rev-parse", "HEAD")
-    status = ask("status", "--porcelain")
-    return None if commit is None else {"commit": commit, "dirty": bool(status)}

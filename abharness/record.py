@@ -1,7 +1,6 @@
 """Everything on disk: the models of a run's files and their schema version; `storage` writes and reads them.
 
 The folder of a run is drawn in docs/reference/records.md, which is made from the docstrings here.
-
 Field order tells the story: version, status, identity, configuration, evidence, results, error. Times are seconds
 (`_s`), sizes bytes (`_bytes`). Absent is `None` with a reason, never 0. NaN and infinity are never written.
 """
@@ -14,7 +13,7 @@ from pydantic import Field
 
 from abharness.base import Model
 from abharness.windows import Compilation, GpuWindow, HostLoad, Sampling
-from abharness.witnesses import CacheEvidence, GpuHolder, ProbeReport, ProcessWitness
+from abharness.witnesses import CacheEvidence, GpuHolder, KernelFolder, ProbeReport, ProcessWitness
 
 SCHEMA_VERSION = 1
 
@@ -223,8 +222,7 @@ class TokenStep(Model):
         logprob: Its log-probability.
         runner_up: The most probable other token's text, or None when not sent.
         runner_up_logprob: Its log-probability.
-        close: Further candidates within `CLOSE_NATS` of the chosen token, as far as the server sent them; None in
-            records that did not keep them.
+        close: Further candidates within `CLOSE_NATS` of the chosen token, as far as sent; None where not kept.
     """
 
     token: str
@@ -430,6 +428,7 @@ class LaunchRecord(Model):
         env: The exact environment, secrets redacted.
         inherited: Names in `env` that came from the caller's environment.
         not_passed: Names of switch-like variables the caller had and the server was not given.
+        kernels: The kernel folders it was given.
         model: Path or hub name as the server got it.
         served_model_name: Unique to the launch; the completions must be signed with it.
         port: Loopback port.
@@ -456,6 +455,7 @@ class LaunchRecord(Model):
     env: dict[str, str]
     inherited: list[str]
     not_passed: list[str]
+    kernels: list[KernelFolder] = []
     model: str
     served_model_name: str
     port: int

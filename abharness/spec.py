@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
@@ -56,6 +57,12 @@ Name = Annotated[str, StringConstraints(pattern=_NAME, max_length=80)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Env = dict[str, str | None]
 
+
+def kernel_name(folder: str) -> str:
+    """Name of the package, and of the plugin, in a kernel folder: the folder's own."""
+    return PurePath(folder).name
+
+
 _PRIMARY = r"([^\[\]/]+)(?:\[([0-9]{1,18})\])?/([A-Za-z0-9_]+)"
 """`design.primary`: workload, which of its cells, metric."""
 
@@ -71,6 +78,8 @@ class ServerSpec(_Strict):
         model: A local path (relative to the working directory), a hub name, or `managed:smollm2`.
         python: Interpreter that has vLLM: null is the one running abharness, else a path, `managed:cpu`,
             `managed:gpu` or `managed:vllm==X`.
+        kernels: Folders of kernels (relative to the working directory), each a package with a vLLM plugin: copied once a
+            run, and put on PYTHONPATH.
         serve_args: Arguments of `vllm serve`, as they would stand on the command line.
         env: Variables of the server; null means must be unset.
         inherit: Names of further variables to take over from the caller's environment.
@@ -81,6 +90,7 @@ class ServerSpec(_Strict):
 
     model: Annotated[str, Field(min_length=1)]
     python: str | None = None
+    kernels: tuple[str, ...] = ()
     serve_args: tuple[str, ...] = ()
     env: Env = {}
     inherit: tuple[str, ...] = ()
@@ -96,11 +106,13 @@ class VariantSpec(_Strict):
         env: Variables over the server's; null means must be unset.
         serve_args: Arguments appended to the server's.
         python: Interpreter instead of the server's; null is the server's.
+        kernels: Folders of kernels instead of the server's; null is the server's, and [] none.
     """
 
     env: Env = {}
     serve_args: tuple[str, ...] = ()
     python: str | None = None
+    kernels: tuple[str, ...] | None = None
 
 
 class DesignSpec(_Strict):
@@ -293,11 +305,14 @@ class VerifySpec(_Strict):
         expect_log: Regular expressions that must each match a line of the startup log.
         plugins: General plugins that must have loaded in the processes that run the model.
         expect_kernels: Kernels that must, or must not, have run; it asks for a trace.
+        expect_report: What plugins must report of themselves after the load, by plugin and dotted key: a regular
+            expression that matches the whole text, or a comparison (`>0`, `==2`) with a number.
     """
 
     expect_log: dict[Variant, tuple[str, ...]] = {}
     plugins: dict[Variant, tuple[str, ...]] = {}
     expect_kernels: dict[Variant, KernelExpectation] = {}
+    expect_report: dict[Variant, dict[str, dict[str, str]]] = {}
 
 
 class ExperimentSpec(_Strict):
@@ -341,6 +356,17 @@ class ExperimentSpec(_Strict):
     def python_of(self, variant: Variant) -> str | None:
         """The interpreter a variant names."""
         return self.variants[variant].python or self.server.python
+
+    def kernels_of(self, variant: Variant) -> tuple[str, ...]:
+        """The kernel folders a variant names."""
+        own = self.variants[variant].kernels
+        return self.server.kernels if own is None else own
+
+    def plugins_of(self, variant: Variant) -> tuple[str, ...]:
+        """Plugins that must have loaded: those asked for, and those of the kernel folders."""
+        return tuple(
+            dict.fromkeys((*self.verify.plugins.get(variant, ()), *map(kernel_name, self.kernels_of(variant))))
+        )
 
     def canonical_args(self, variant: Variant) -> list[tuple[str, str | None]]:
         """The same in one spelling: `--max-num-seqs=16`, `--max_num_seqs 16` and `--max-num-seqs 16` are one argument."""

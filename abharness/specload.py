@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from abharness import redaction, yamlload
 from abharness.errors import SpecError, UsageError
+from abharness.kernelspec import check_kernels, check_reports
 from abharness.metrics import METRICS
 from abharness.plan import trace_shapes
 from abharness.record import Finding
@@ -160,6 +161,7 @@ def literal_references(spec: ExperimentSpec) -> list[str]:
         values.append((f"{place}.python", holder.python))
         values += [(f"{place}.env.{name}", value) for name, value in holder.env.items()]
         values += [(f"{place}.serve_args[{index}]", value) for index, value in enumerate(holder.serve_args)]
+        values += [(f"{place}.kernels[{index}]", value) for index, value in enumerate(holder.kernels or ())]
     return [
         f"{place} is the text {value!r}: a spec takes nothing from the environment; write the value, give it with --set "
         "in the shell, or name a variable in server.inherit"
@@ -206,6 +208,7 @@ def _text_problems(located: yamlload.Located) -> list[str]:
     for holder, path in holders:
         items(holder, "env", path, may_be_null=True)
         items(holder, "serve_args", path, may_be_null=False)
+        items(holder, "kernels", path, may_be_null=False)
         items(holder, "inherit", path, may_be_null=False)
         if isinstance(holder, dict) and holder.get("model") is not None and not isinstance(holder["model"], str):
             fix(holder, "model", (*path, "model"), may_be_null=False)
@@ -334,17 +337,20 @@ def _cross_checks(spec: ExperimentSpec, located: yamlload.Located, *, aa: bool) 
     same = all(
         (spec.canonical_args("baseline") == spec.canonical_args("candidate"),
          spec.python_of("baseline") == spec.python_of("candidate"),
+         spec.kernels_of("baseline") == spec.kernels_of("candidate"),
          not spec.switches())
     )  # fmt: skip
     if same and not aa:
         tell(
             ("variants",),
-            "the two variants do not differ: nothing would be compared; change env, serve_args or python "
+            "the two variants do not differ: nothing would be compared; change env, serve_args, python or kernels "
             "(to run one server against itself: --aa)",
         )
     _check_workloads(spec, tell)
     _check_primary(spec, tell)
     _check_trace(spec, tell)
+    check_kernels(spec, tell)
+    check_reports(spec, tell)
     for path, pattern in _patterns(spec):
         try:
             re.compile(pattern)

@@ -12,8 +12,9 @@ from abharness.facts import MEASURED_CONFIG, declared_facts, follows_from_argume
 from abharness.judge import judge_caches, judge_check, judge_gpu_pids
 from abharness.plan import trace_shapes
 from abharness.record import Failure, Finding, Variant
+from abharness.reported import judge_reports
 from abharness.runs import Launch, Run
-from abharness.spec import VARIANTS, ExperimentSpec
+from abharness.spec import VARIANTS, ExperimentSpec, kernel_name
 from abharness.stats import order_correlation
 
 MOST_NAMED = 6
@@ -102,10 +103,12 @@ def launch_findings(sides: list[Side], spec: ExperimentSpec) -> list[Seen]:
                     check,
                     expected=expected,
                     expect_log=spec.verify.expect_log.get(side.variant, ()),
-                    plugins=spec.verify.plugins.get(side.variant, ()),
+                    plugins=spec.plugins_of(side.variant),
+                    kernels=record.kernels,
                     caches={cache.variable: cache.path for cache in evidence.caches},
                     gpus=evidence.gpu_uuids,
                 )
+                again += judge_reports(check, spec.verify.expect_report.get(side.variant, {}))
                 findings += [*again, *check.findings]
             missing = {"before_load", "after_load"} - {check.when for check in evidence.environment}
             if missing:
@@ -146,6 +149,10 @@ def _expected(launch: Launch, spec: ExperimentSpec) -> tuple[dict[str, str | Non
             was = "without it" if given is None else f"with {given!r}"
             text = f"{name}: declared {'unset' if wanted is None else repr(wanted)}, launched {was}"
             findings.append(Finding(code="env_mismatch", message=text, hint="the record contradicts its own spec"))
+    declared, had = [[*map(kernel_name, spec.kernels_of(record.variant))], [one.name for one in record.kernels]]
+    if declared != had:
+        text = f"kernels: declared {', '.join(declared) or 'none'}, launched with {', '.join(had) or 'none'}"
+        findings.append(Finding(code="plugin_not_active", message=text, hint="the record contradicts its own spec"))
     return expected, findings
 
 
@@ -255,7 +262,7 @@ def _comparable(launches: Sequence[Launch], facts: Sequence[dict[str, str]]) -> 
     if any(launch.server_info is None for launch in launches):
         names = {name for name in names if not name.startswith(("config.", "vllm_env."))}
     if not all(any(name.startswith("module.") for name in fact) for fact in facts):
-        names = {name for name in names if not name.startswith(("module.", "inside."))}
+        names = {name for name in names if not name.startswith(("module.", "inside.", "report."))}
     return {name for name in names if not name.startswith("power_limit.") or all(name in fact for fact in facts)}
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 from abharness import procfs
 from abharness.judge import FLAG_TEXTS, judge_check, recordable, role_by_title
 from abharness.record import EnvironmentCheck, Finding
-from abharness.witnesses import GpuHolder, ProbeReport, ProcessWitness
+from abharness.reported import Expected, judge_reports
+from abharness.witnesses import GpuHolder, KernelFolder, ProbeReport, ProcessWitness
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -67,6 +68,8 @@ def check_environment(
     expect_log: Sequence[str] = (),
     other_log: Sequence[str] = (),
     plugins: Sequence[str] = (),
+    kernels: Sequence[KernelFolder] = (),
+    expect_report: Expected | None = None,
     known: Iterable[tuple[int, int]] = (),
     probes: Sequence[ProbeReport] = (),
     probe_absent: str | None = None,
@@ -86,6 +89,8 @@ def check_environment(
         expect_log: Regular expressions, each of which must match a line of the log.
         other_log: Those of the other variant: looked for and recorded, since what both log proves nothing.
         plugins: Plugins that must be loaded in the engine and in every worker.
+        kernels: Kernel folders that the launch was given.
+        expect_report: What plugins must report after the load.
         known: `(pid, start_ticks)` of processes seen in the tree earlier: they are checked though re-parented.
         probes: What the probe reports from inside the processes.
         probe_absent: Why the probe was not brought into the launch, or None.
@@ -127,10 +132,12 @@ def check_environment(
         expected=check.expected,
         expect_log=expect_log,
         plugins=plugins,
+        kernels=kernels,
         caches=caches,
         gpus=list(gpu_pids) if gpu_pids else None,
         fresh_caches=fresh_caches,
     )
+    findings += judge_reports(check, expect_report or {})
     return check.model_copy(update={"findings": findings})
 
 

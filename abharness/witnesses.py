@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from abharness.base import Model
 
@@ -74,6 +74,9 @@ class ProbeReport(Model):
         environ: `os.environ` at that moment, secrets redacted.
         modules: The libraries that matter, of those imported.
         plugins: General plugins loaded in this process.
+        plugin_files: Where each general plugin's module was imported from, of those imported.
+        reports: What plugins say of themselves (`abharness_report`), by plugin; only in an answer.
+        report_faults: Why a plugin that has something to say could not say it, by plugin.
         cache_dirs: Cache directories that loaded libraries say they use, by the variable that should name them.
         gpu_uuids: GPUs that CUDA shows this process, or None with the reason in `gpu_absent`.
         gpu_absent: Why it shows none, or None.
@@ -91,9 +94,32 @@ class ProbeReport(Model):
     environ: dict[str, str]
     modules: dict[str, LoadedModule]
     plugins: list[str]
+    plugin_files: dict[str, str] = {}
+    reports: dict[str, dict[str, Any]] = {}
+    report_faults: dict[str, str] = {}
     cache_dirs: dict[str, str]
     gpu_uuids: list[str] | None = None
     gpu_absent: str | None = None
+
+
+class KernelFolder(Model):
+    """A kernel folder as the launches of a run get it: a frozen copy.
+
+    Attributes:
+        name: Of its package and its plugin.
+        path: The folder that was copied.
+        sha256: Hash over the names and the contents of its files.
+        site: The folder on PYTHONPATH in which the copy lies.
+        git_commit: Commit checked out in the repository that it lies in; None where it lies in none.
+        git_dirty: Whether it holds anything that is not in that commit; None where there is none.
+    """
+
+    name: str
+    path: str
+    sha256: str
+    site: str
+    git_commit: str | None = None
+    git_dirty: bool | None = None
 
 
 class GpuHolder(Model):

@@ -85,6 +85,7 @@ FAULTS = {
     "log_lines": "list of lines the engine prints",
     "plugin_api_server_only": "true, or list of plugins that are loaded in the API server only",
     "plugin_not_in_worker": "true: the last worker loads no plugin",
+    "plugin_not_called": "true: no plugin's forward() is called in the engine and the workers",
     # Caches.
     "cache_unused": "true, or list of variables: nothing is written there",
     "default_cache_write": "true: writes below ~/.cache/vllm whatever VLLM_CACHE_ROOT says",
@@ -183,8 +184,14 @@ def log(role: str, text: str, level: str = "INFO", where: str = "fake_vllm.py:1"
     os.write(2, f"({role} pid={os.getpid()}) {level} {stamp} [{where}] {text}\n".encode())
 
 
-def load_plugins(role: str, skip: set[str]) -> None:
-    """As vLLM does in every process: filter by VLLM_PLUGINS, call; log failures, and at DEBUG what was loaded."""
+def load_plugins(role: str, skip: set[str], *, call: bool = False) -> None:
+    """As vLLM does in every process: filter by VLLM_PLUGINS, call; log failures, and at DEBUG what was loaded.
+
+    Args:
+        role: Of the process, for the log.
+        skip: Plugins that are left out.
+        call: The process runs the model: it calls the plugins' `forward()`, where they have one.
+    """
 
     def debug(text: str, where: str) -> None:
         if os.environ.get("VLLM_LOGGING_LEVEL") == "DEBUG":
@@ -207,6 +214,9 @@ def load_plugins(role: str, skip: set[str]) -> None:
             debug(f"Loading plugin {plugin.name}", "__init__.py:55")
         try:
             plugin.load()()
+            if call:
+                # The model's first step, in a plugin that has something for it.
+                getattr(sys.modules[plugin.module], "forward", lambda: None)()
         except Exception as error:
             log(role, f"Failed to load plugin {plugin.name}\n{error!r}", "ERROR", "__init__.py:60")
 
@@ -288,7 +298,7 @@ def engine_main(eager: bool) -> None:
     change(os.environ, faults.get("late_environ", {}))
     only = faults.get("plugin_api_server_only", [])
     names = {plugin.name for plugin in entry_points(group="vllm.general_plugins")}
-    load_plugins("EngineCore", names if only is True else set(only))
+    load_plugins("EngineCore", names if only is True else set(only), call=not faults.get("plugin_not_called"))
     change(os.environ, faults.get("later_environ", {}))
     log("EngineCore", f"Initializing a V1 LLM engine (v{VERSION}) with config: model='fake', dtype=torch.float32, "
         f"enforce_eager={eager}, enable_prefix_caching=True", where="core.py:107")  # fmt: skip
@@ -330,16 +340,17 @@ def change(environ: MutableMapping[str, str], values: dict[str, str | None]) -> 
 def start_worker(faults: dict[str, Any]) -> subprocess.Popen[bytes]:
     env = dict(os.environ)
     change(env, faults.get("worker_env", {}))
-    argv = [sys.executable, __file__, "--worker", *(["bare"] if faults.get("plugin_not_in_worker") else [])]
+    how = ["bare"] if faults.get("plugin_not_in_worker") else ["idle"] if faults.get("plugin_not_called") else []
+    argv = [sys.executable, __file__, "--worker", *how]
     return subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def worker_main(bare: bool) -> None:
+def worker_main(how: str) -> None:
     limit_lifetime()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rename_process("VLLM::Worker", None)
-    if not bare:
-        load_plugins("Worker", set())
+    if how != "bare":
+        load_plugins("Worker", set(), call=how != "idle")
     print("up", flush=True)
     while sys.stdin.buffer.read(4096):
         pass
@@ -995,7 +1006,7 @@ def main() -> int:
         engine_main("--enforce-eager" in sys.argv)
         return 0
     if sys.argv[1:2] == ["--worker"]:
-        worker_main(sys.argv[2:] == ["bare"])
+        worker_main("".join(sys.argv[2:]))
         return 0
     limit_lifetime()
     if sys.argv[1:2] == ["stray"]:

@@ -26,7 +26,11 @@ ALLOWED: dict[str, set[str]] = {
     "redaction": set(),
     "yamlload": set(),
     "spec": {"record"},
-    "specload": {"errors", "metrics", "plan", "record", "redaction", "spec", "yamlload"},
+    "git": set(),
+    "kernelfolder": {"cache", "errors", "git", "probe", "witnesses"},
+    "kernelspec": {"reported", "spec"},
+    "reported": {"judge", "record", "witnesses"},
+    "specload": {"errors", "kernelspec", "metrics", "plan", "record", "redaction", "spec", "yamlload"},
     "cache": {"errors"},
     "energy": {"windows"},
     "metrics": {"gpuchecks", "record", "windows"},
@@ -38,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "executed": {"kernels", "record", "spec", "timeline"},
     "flips": {"record"},
     "answers": {"record"},
-    "plan": {"record", "redaction", "spec"},
+    "plan": {"record", "redaction", "spec", "witnesses"},
     "warmup": {"plan"},
     "samples": {"atomic", "energy", "errors", "windows"},
     "timeline": set(),
@@ -49,9 +53,9 @@ ALLOWED: dict[str, set[str]] = {
     "traceview": {"errors", "kernels", "timeline"},
     "runs": {"accuracy", "errors", "executed", "metrics", "record", "samples", "storage", "trace"},
     "judge": {"record", "redaction", "witnesses"},
-    "facts": {"judge", "plan", "record", "runs", "spec"},
-    "effects": {"executed", "facts", "judge", "kernels", "record", "spec", "validity"},
-    "validity": {"codes", "executed", "facts", "judge", "plan", "record", "runs", "spec", "stats"},
+    "facts": {"judge", "plan", "record", "reported", "runs", "spec"},
+    "effects": {"executed", "facts", "judge", "kernels", "record", "reported", "runs", "spec", "validity"},
+    "validity": {"codes", "executed", "facts", "judge", "plan", "record", "reported", "runs", "spec", "stats"},
     "cells": {"gpuchecks", "metrics", "record", "runs", "spec", "stats"},
     "paired": {"answers", "cells", "checks", "codes", "flips", "record", "spec", "stats", "validity"},
     "waivers": {"codes", "errors", "validity"},
@@ -108,7 +112,7 @@ ALLOWED: dict[str, set[str]] = {
     "answerdiff": {"answers", "flips", "record"},
     "plots": {"record", "spec"},
     "trails": {"gpuchecks", "plots", "record", "samples"},
-    "proofs": {"effects", "judge", "record", "runs", "spec"},
+    "proofs": {"effects", "judge", "plan", "record", "reported", "runs", "spec"},
     "page": {
         "answerdiff",
         "cells",
@@ -132,7 +136,7 @@ ALLOWED: dict[str, set[str]] = {
     "procfs": {"envblock", "redaction", "witnesses"},
     "probe": {"redaction"},
     "hearing": {"probe", "procfs", "witnesses"},
-    "verify": {"judge", "procfs", "record", "witnesses"},
+    "verify": {"judge", "procfs", "record", "reported", "witnesses"},
     "resources": {"errors", "procfs", "witnesses"},
     "tree": {"procfs"},
     "locks": set(),
@@ -200,7 +204,18 @@ def test_every_rule_is_about_a_module_that_exists() -> None:
 
 
 def test_only_the_assemblers_see_both_spec_and_doers() -> None:
-    doers = {"server", "verify", "loadgen", "ask", "endpoints", "accuracy", "telemetry", "environments", "models"}
+    doers = {
+        "server",
+        "verify",
+        "loadgen",
+        "ask",
+        "endpoints",
+        "accuracy",
+        "telemetry",
+        "environments",
+        "models",
+        "kernelfolder",
+    }
     doers |= {"compilation", "observe", "sampler", "trace", "kineto", "nsys"}
     for doer in doers:
         assert not ALLOWED[doer] & {"spec", "plan"}

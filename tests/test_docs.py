@@ -24,8 +24,8 @@ DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 NO_VERDICT = DOCS / "howto" / "read-a-no-verdict.md"
 
-OTHERS = {"ignore_eos", "min_tokens"}
-"""Names in `code` that look like ours and are others': of vLLM's API."""
+OTHERS = {"ignore_eos", "min_tokens", "my_kernels"}
+"""Names in `code` that look like ours and are others': of vLLM's API, and of the reader's own kernels."""
 
 
 def text(path: Path) -> str:

@@ -1,5 +1,6 @@
 """The plan: order of launches, final command and environment, nothing from the caller's shell that was not declared."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from abharness.plan import Host, build_plan, config_hash, describe, launch_order
 from abharness.redaction import redact
 from abharness.spec import CACHE_VARIABLES, DesignSpec, ExperimentSpec
 from abharness.specload import parse_spec
+from abharness.witnesses import KernelFolder
 
 SPEC = """\
 experiment: switch
@@ -141,6 +143,31 @@ def test_config_hash_is_of_what_is_run() -> None:
         "workloads.decode.output_len=9",
     ):
         assert config_hash(spec(change)) != config_hash(spec())
+
+
+def kernels(sha256: str, **where: str) -> KernelFolder:
+    return KernelFolder(name="mine", sha256=sha256, **{"path": "/a/mine", "site": "/tmp/ab-x/kernels/1", **where})
+
+
+def test_config_hash_is_of_what_the_kernels_are_not_of_where_they_lie() -> None:
+    asked = spec("server.kernels=[a/mine]")
+    both = {"baseline": (kernels("1"),), "candidate": (kernels("1"),)}
+    elsewhere = {variant: (kernels("1", path="/b/mine", site="/tmp/ab-y"),) for variant in both}
+    assert config_hash(asked, both) == config_hash(spec("server.kernels=[b/mine]"), elsewhere)
+    assert config_hash(asked, both) != config_hash(asked, {**both, "candidate": (kernels("2"),)})
+    assert config_hash(asked, both) != config_hash(asked, {**both, "candidate": ()})
+
+
+def test_runs_from_before_there_were_kernel_folders_can_be_resumed() -> None:
+    assert config_hash(spec(), {"baseline": (), "candidate": ()}) == config_hash(spec()) == "6f4f740695df"
+
+
+def test_both_variants_have_a_folder_for_kernels_where_one_has_kernels() -> None:
+    sites = {"baseline": Path("/tmp/ab-x/kernels/0"), "candidate": Path("/tmp/ab-x/kernels/1")}
+    with_kernels = replace(host(), kernels={"baseline": (), "candidate": (kernels("1"),)}, kernel_sites=sites)
+    baseline, candidate, *_ = build_plan(spec("server.env.PYTHONPATH=/mine"), with_kernels).launches
+    assert baseline.env["PYTHONPATH"] == "/mine:/tmp/ab-x/kernels/0:/tmp/ab-x/site"
+    assert candidate.env["PYTHONPATH"] == candidate.expected["PYTHONPATH"] == "/mine:/tmp/ab-x/kernels/1:/tmp/ab-x/site"
 
 
 def test_secrets_are_redacted_and_switches_are_not() -> None:

@@ -18,7 +18,12 @@ SERVER = """
 import os, sys, threading
 from importlib.metadata import entry_points
 
-plugins = {entry.name: entry.load() for entry in entry_points(group="vllm.general_plugins")}
+plugins = {}
+for entry in entry_points(group="vllm.general_plugins"):
+    try:
+        plugins[entry.name] = entry.load()
+    except ImportError as error:  # of others that are installed here; vLLM goes on, too
+        print(error, file=sys.stderr)
 for function in plugins.values():
     function()
 for function in plugins.values():

@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 
 from abharness.codes import CODES
-from tests.lies import clocks, kernels, load, records, servers, switches
+from tests.lies import clocks, folders, kernels, load, records, servers, switches
 from tests.lies.battery import Lie, Outcome, Setup, carry_out, copy_of, judge_records
 
-LIES: tuple[Lie, ...] = (*switches.LIES, *servers.LIES, *load.LIES, *records.LIES, *clocks.LIES, *kernels.LIES)
+LIES: tuple[Lie, ...] = (
+    *switches.LIES,
+    *folders.LIES,
+    *servers.LIES,
+    *load.LIES,
+    *records.LIES,
+    *clocks.LIES,
+    *kernels.LIES,
+)
 
 BUSY_TRIES = 4
 """Times that a twin is run: a machine that is busy with something else is told to be, and that is no lie."""
