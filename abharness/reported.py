@@ -165,10 +165,13 @@ def given(checks: Sequence[EnvironmentCheck]) -> dict[str, set[str]]:
 
 
 def identity(checks: Sequence[EnvironmentCheck]) -> dict[str, str]:
-    """What reports say of a launch by `PLUGIN.key`, less the counters: equal in all launches of a variant."""
+    """What reports say of a launch by `PLUGIN.key`: equal in all launches of a variant.
+
+    Without the counters, and without what was given: the environment itself is compared.
+    """
     found: dict[str, set[str]] = defaultdict(set)
     for plugin, report in _heard(checks):
-        for key, value in _flat({name: part for name, part in report.items() if name != CALLS}):
+        for key, value in _flat({name: part for name, part in report.items() if name not in (CALLS, GIVEN)}):
             found[f"{plugin}.{key}"].add(_text(value))
     return {name: " and ".join(sorted(values)) for name, values in found.items()}
 

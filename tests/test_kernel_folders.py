@@ -47,7 +47,9 @@ def mine(tmp_path: Path) -> Path:
 
 def spec_file(folder: Path, kernels: list[str], **more: Any) -> Path:
     """The spec with kernel folders; `env` and `verify` come over it, `candidate` into that variant."""
-    server = {**SPEC["server"], "kernels": kernels, "env": {**SPEC["server"]["env"], **more.get("env", {})}}
+    # What others compile at home meanwhile is no business of these runs.
+    env = {**SPEC["server"]["env"], "HOME": str(folder / "home"), **more.get("env", {})}
+    server = {**SPEC["server"], "kernels": kernels, "env": env}
     candidate = {**SPEC["variants"]["candidate"], **more.get("candidate", {})}
     variants = {"baseline": SPEC["variants"]["baseline"], "candidate": candidate}
     path = folder / "fake.yaml"
