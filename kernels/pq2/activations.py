@@ -36,8 +36,8 @@ def pq2_quantize_kernel(
     GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
     """One program quantises GROUPS groups of a row; LEFT * RIGHT is the rotation block they make up, LEFT 0 is none."""
-    m = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * GROUPS
+    m = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUPS
     count = K // 128
     if LEFT > 0:
         places = tl.arange(0, LEFT)[:, None] * RIGHT + tl.arange(0, RIGHT)[None, :]
@@ -94,7 +94,7 @@ def quantize_planes(x: torch.Tensor, signs: torch.Tensor | None = None, rotation
         right = rotation // left
         per_program = rotation // GROUP
     if m:
-        pq2_quantize_kernel[(triton.cdiv(count, per_program), m)](
+        pq2_quantize_kernel[(m, triton.cdiv(count, per_program))](
             x, signs if signs is not None else x, *quantized, x.stride(0), k,
             GROUPS=per_program, LEFT=left, RIGHT=right, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

@@ -60,6 +60,10 @@ def single_launch(choice: Choice, arch: str, n: int, k: int) -> Launch:
     return Launch(*rows.get(f"{n}x{k}", rows["default"]))
 
 
+WARM_ROWS = (1, 2, 17, 33, 65)
+"""Numbers of rows that between them run every path and tile."""
+
+
 def legacy_tile(m: int) -> Tile:
     """How `legacy` is launched for m rows."""
     if m <= 16:
@@ -114,6 +118,30 @@ def matmul(
     else:
         legacy_path.legacy(quantized, weight, out, *legacy_tile(m))
     return out
+
+
+_warm: set[tuple[object, ...]] = set()
+
+
+def warm_up(
+    weight: Prepared, dtype: torch.dtype, choice: Choice, signs: torch.Tensor | None = None, rotation: int = 0
+) -> None:
+    """Compile what any number of rows of a weight will run, so that no request waits for a compiler.
+
+    Kernels depend on K, on whether N is a multiple of 16, and on the dtype: one weight is enough for all that are alike.
+    """
+    import torch
+
+    n, k = weight.shape
+    launch = single_launch(choice, arch_of(weight.data.device), n, k)
+    key = (k, n % 16 == 0, dtype, rotation, choice.key, launch)
+    if key in _warm:
+        return
+    calls = dict(CALLS)
+    for m in WARM_ROWS:
+        matmul(torch.ones(m, k, dtype=dtype, device=weight.data.device), weight, choice, signs, rotation)
+    CALLS.update(calls)
+    _warm.add(key)
 
 
 @functools.cache

@@ -23,10 +23,10 @@ def pq2_embedding_kernel(
     GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
     """One program makes GROUPS groups of a row; LEFT * RIGHT is the rotation block they make up, LEFT 0 is none."""
-    token = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     row = tl.load(ids_ptr + token).to(tl.int64)
     tl.device_assert((row >= 0) & (row < N), "token id outside of the vocabulary")
-    first = tl.program_id(0) * (GROUPS * 128)
+    first = tl.program_id(1) * (GROUPS * 128)
     if LEFT > 0:
         at = first + tl.arange(0, LEFT)[:, None] * RIGHT + tl.arange(0, RIGHT)[None, :]
     else:
@@ -73,7 +73,7 @@ def lookup(
         right = rotation // left
         per_program = rotation // GROUP
     if ids.numel():
-        pq2_embedding_kernel[(triton.cdiv(groups(k), per_program), ids.numel())](
+        pq2_embedding_kernel[(ids.numel(), triton.cdiv(groups(k), per_program))](
             ids, weight.codes, weight.scales, signs if signs is not None else weight.codes, out, n, k,
             GROUPS=per_program, LEFT=left, RIGHT=right, num_warps=4,
         )  # fmt: skip

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 
+from pq2 import dispatch
 from pq2 import format as pq2_format
 from pq2.errors import FormatError
 from pq2.quantize import check_rotation
@@ -56,7 +58,8 @@ class Pq2Config(QuantizationConfig):
         self.modules_to_not_convert = modules_to_not_convert
 
     def __repr__(self) -> str:
-        return f"Pq2Config(rotation={self.rotation or None}, {self.choice.key})"
+        # Not the switches: vLLM tells this as part of its configuration, which an A/B of a switch must find the same.
+        return f"Pq2Config(rotation_block={self.rotation or None})"
 
     @classmethod
     def get_name(cls) -> str:
@@ -108,6 +111,14 @@ class Pq2Config(QuantizationConfig):
         return SmallLinearMethod() if self.choice.on("small_gemm") else UnquantizedLinearMethod()
 
 
+@functools.cache
+def _tell_once() -> None:
+    """Say that this model runs without kernels."""
+    logger.warning(
+        "pq2: none of its kernels run here: products go through PyTorch, on dense float32 copies of the weights"
+    )
+
+
 def _once(weight_loader: Any) -> Any:
     """A weight loader that refuses what is in the prepared layout: blocks copied over it would be noise, unseen."""
 
@@ -149,7 +160,7 @@ class _Weight:
         self.rotation = config.rotation
         self.dummy = get_current_vllm_config().load_config.load_format == "dummy"
 
-    def _create(self, layer: Module, k: int, whole_k: int) -> None:
+    def _create(self, layer: Module, k: int, whole_k: int, dtype: torch.dtype) -> None:
         """Check that K can be stored and cut so, and make room for the signs of a rotation.
 
         Raises:
@@ -162,6 +173,7 @@ class _Weight:
             )
         pq2_format.groups(k, f"{self.prefix}: K")
         layer.pq2_k = k
+        layer.pq2_dtype = dtype
         if not self.rotation:
             layer.signs = None
             return
@@ -211,9 +223,12 @@ class _Weight:
                     f"{self.prefix}: the model is rotated, and this module has no signs ({self.prefix}.signs)"
                 )
             layer.signs = weight.pq2_signs  # a tied head has those of the embedding
+        prepared = pq2_format.view(weight.data.view(-1), n, k)
         if self.config.choice.kernel_set == "reference":
-            prepared = pq2_format.view(weight.data.view(-1), n, k)
+            _tell_once()
             layer.register_buffer("pq2_dense", dequantize(prepared, torch.float32), persistent=False)
+        else:
+            dispatch.warm_up(prepared, layer.pq2_dtype, self.config.choice, layer.signs, self.rotation)
 
     def _multiply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -241,7 +256,7 @@ class Pq2LinearMethod(_Weight, LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Room for the blocks of this rank's part; see `_create` for the errors."""
-        self._create(layer, input_size_per_partition, input_size)
+        self._create(layer, input_size_per_partition, input_size, params_dtype)
         rows = sum(output_partition_sizes)
         weight = ModelWeightParameter(
             data=_blocks(rows, input_size_per_partition),
@@ -275,8 +290,7 @@ class Pq2EmbeddingMethod(_Weight, QuantizeMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Room for the blocks of this rank's part of the vocabulary."""
-        self._create(layer, input_size_per_partition, input_size)
-        layer.pq2_dtype = params_dtype
+        self._create(layer, input_size_per_partition, input_size, params_dtype)
         rows = sum(output_partition_sizes)
         weight = Parameter(_blocks(rows, input_size_per_partition), requires_grad=False)
         loader = _once(extra_weight_attrs.pop("weight_loader"))

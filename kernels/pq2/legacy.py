@@ -58,7 +58,7 @@ def pq2_legacy_single_kernel(
     tl.store(out_ptr + row, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # a number of rows that is new to a server is not compiled for
 def pq2_legacy_kernel(
     q_ptr, xs_ptr, sums_ptr, codes_ptr, d_ptr, out_ptr, M, N, G,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -42,12 +42,7 @@ def register() -> None:
             f"{choice.key}: these kernels are written in Triton, which is not installed here; install it, or set "
             f"{switches.KERNELS}=reference"
         )
-    _say(logging.INFO, f"pq2: {choice.key} (version {__version__}, {device}, pid {os.getpid()})")
-    if choice.kernel_set == "reference":
-        _say(
-            logging.WARNING,
-            "pq2: none of its kernels run in this process: products go through PyTorch, on dense float32 copies of weights",
-        )
+    _say(f"pq2: {choice.key} (version {__version__}, {device}, pid {os.getpid()})")
     vllm.envs.environment_variables[CACHE_FACTOR] = lambda: f"pq2 {__version__}: {choice.key}"
 
     from pq2 import hybrid, ops
@@ -60,11 +55,11 @@ def register() -> None:
     _registered = (choice, device)
 
 
-def _say(level: int, text: str) -> None:
+def _say(text: str) -> None:
     """Log a line; vLLM's API server loads plugins before it configures its log, so there the line is written as it is."""
     logger = logging.getLogger("vllm.pq2")
     if logger.hasHandlers():
-        logger.log(level, text)
+        logger.info(text)
     else:
         print(text, file=sys.stderr, flush=True)
 

@@ -99,6 +99,24 @@ def test_a_replicated_layer_multiplies(model: Model, choice: switches.Choice, m:
     assert dispatch.CALLS[path] == before[path] + 1
 
 
+def test_what_requests_will_run_is_compiled_when_weights_are_loaded(
+    model: Model, choice: switches.Choice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_warm", set())
+    rows = []
+    run = dispatch.matmul
+    monkeypatch.setattr(dispatch, "matmul", lambda x, *rest: rows.append(x.shape[0]) or run(x, *rest))
+    before = dict(dispatch.CALLS)
+    for n in (32, 48):  # alike for a compiler
+        layer = model.layer(ReplicatedLinear, 128, n, bias=False)
+        _load(layer, _blocks(n, 128, 1))
+        model.finish(layer)
+    assert rows == ([] if choice.kernel_set == "reference" else list(dispatch.WARM_ROWS))
+    assert before == dispatch.CALLS  # none of them were products of the model
+    tiles = {dispatch.legacy_tile(m) for m in range(2, 4097)}
+    assert tiles == {dispatch.legacy_tile(m) for m in dispatch.WARM_ROWS if m > 1}
+
+
 def test_leading_dimensions_and_a_bias_are_kept(model: Model) -> None:
     layer = model.layer(ReplicatedLinear, 128, 5, bias=True)
     blocks = _blocks(5, 128, 1)
