@@ -1,6 +1,7 @@
 """`python -m pq2.bench`: what a product takes, shape by shape, in a CUDA graph, with weights that no cache holds.
 
     python -m pq2.bench                     the projections of a 27B decode step, M = 1: every path, and cuBLAS in bf16
+    python -m pq2.bench --shape qwen3-8b    those of another shape of `pq2.generate`
     python -m pq2.bench --rows 1 16 2048    other numbers of rows
     python -m pq2.bench --tune              launch configurations of `single` for the table of this architecture
     python -m pq2.bench --json FILE         everything measured, as JSON
@@ -20,44 +21,18 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from pq2 import dispatch, reference, small_gemm, switches
+from pq2 import dispatch, reference, shapes, small_gemm, switches
 from pq2 import format as pq2_format
 from pq2 import legacy as legacy_path
 from pq2 import single as single_path
 from pq2.activations import quantize_planes
+from pq2.generate import byte_tokenizer
 from pq2.quantize import Quantized, dequantize
-
-
-class Shape(NamedTuple):
-    """A projection and how often a decode step has it."""
-
-    n: int
-    k: int
-    count: int
-
-
-STEP_27B = (
-    Shape(16384, 5120, 48),
-    Shape(5120, 6144, 64),
-    Shape(14336, 5120, 16),
-    Shape(34816, 5120, 64),
-    Shape(5120, 17408, 64),
-    Shape(248320, 5120, 1),
-)
-"""The ternary projections of a 27B hybrid's decode step."""
-SMALL_27B = Shape(96, 5120, 48)
-STEP_8B = (
-    Shape(6144, 4096, 36),
-    Shape(4096, 4096, 36),
-    Shape(24576, 4096, 36),
-    Shape(4096, 12288, 36),
-    Shape(49152, 4096, 1),
-)
-"""The projections of an 8B dense model (Qwen3 shapes), for the table; its head has a small tokenizer's vocabulary."""
+from pq2.shapes import Projection
 
 CACHE_BYTES = 240_000_000
 """Weights of a graph together: four times the 60 MB L2 cache of an H200."""
@@ -75,6 +50,16 @@ TUNE = [
 """Launches tried: 1 to 8 loads of 16 bytes a thread."""
 
 Call = Callable[[int], object]
+
+
+TUNED_SHAPES = ("hybrid-27b", "hybrid-8b", "qwen3-8b")
+"""Whose projections the tables have."""
+
+
+def projections(shape: str) -> list[Projection]:
+    """What a decode step of a model multiplies by."""
+    config = shapes.make_config(shape, byte_tokenizer())
+    return shapes.projections(shapes.matrices(shapes.meta_model(config)))
 
 
 def graph_times(calls: dict[str, tuple[Call, int]], replays: int = REPLAYS) -> dict[str, list[float]]:
@@ -120,7 +105,7 @@ def bandwidth() -> float:
     source = torch.randn(500_000_000, device="cuda")
     target = torch.empty_like(source)
     times = graph_times({"negate": (lambda _: torch.neg(source, out=target), 2)})["negate"]
-    return 2 * source.nbytes / statistics.median(times)
+    return float(2 * source.nbytes / statistics.median(times))
 
 
 def check(name: str, got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -140,15 +125,15 @@ def _rows_of(weight: pq2_format.Prepared, rows: int) -> pq2_format.Prepared:
     return pq2_format.Prepared(weight.data, weight.codes[:rows], weight.scales[:rows])
 
 
-def measure(shape: Shape, m: int, arch: str) -> dict[str, object]:
-    """Times of all paths for a shape and a number of rows; seconds."""
-    n, k, count = shape
+def measure(projection: Projection, m: int, arch: str) -> dict[str, Any]:
+    """Times of all paths for a projection and a number of rows; seconds."""
+    n, k = projection.n, projection.k
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
     launch = dispatch.single_launch(switches.resolve({}, "cuda"), arch, n, k)
     times, errors = _ternary_times(x, n, k, launch)
     times |= _dense_times(x, n, k)
     return {
-        "n": n, "k": k, "count": count, "m": m, "bytes": n * pq2_format.block_rows(k), "launch": list(launch),
+        "n": n, "k": k, "count": projection.count, "m": m, "bytes": n * pq2_format.block_rows(k), "launch": list(launch),
         "error": errors, "s": {name: statistics.median(values) for name, values in times.items()},
         "spread": {name: [min(values), max(values)] for name, values in times.items()},
     }  # fmt: skip
@@ -197,33 +182,32 @@ def _natural(quantized: Quantized) -> Quantized:
     return Quantized(dequantize(ones, "planes", torch.float32).to(torch.int8), quantized.scales, quantized.sums)
 
 
-def measure_small(shape: Shape, m: int) -> dict[str, object]:
-    """Times of the small unquantised projection: split-K in several pieces, and vLLM's own product."""
-    n, k, count = shape
+def measure_small(projection: Projection, m: int) -> dict[str, Any]:
+    """Times of a small unquantised projection: split-K in several pieces, and vLLM's own product; seconds."""
+    n, k = projection.n, projection.k
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
     weights = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(MOST_COPIES)]
     arrived = small_gemm.counters(n, x.device)
     got = small_gemm.small_gemm(x, weights[0], arrived, None, small_gemm.PIECES)
     error = check(f"small_gemm M={m}", got, reference.small_gemm(x, weights[0]))
-    calls: dict[str, tuple[Call, int]] = {
-        f"small_gemm {pieces}": (
-            lambda copy, pieces=pieces: small_gemm.small_gemm(x, weights[copy], arrived, None, pieces),
-            MOST_COPIES,
-        )
-        for pieces in (5, 10, 20, 40)
-    }
+
+    def call_of(pieces: int) -> Call:
+        return lambda copy: small_gemm.small_gemm(x, weights[copy], arrived, None, pieces)
+
+    calls = {f"small_gemm {pieces}": (call_of(pieces), MOST_COPIES) for pieces in (5, 10, 20, 40)}
     calls["cublas bf16"] = (lambda copy: torch.nn.functional.linear(x, weights[copy]), MOST_COPIES)
     times = graph_times(calls)
     return {
-        "n": n, "k": k, "count": count, "m": m, "error": error,
+        "n": n, "k": k, "count": projection.count, "m": m, "error": error,
         "s": {name: statistics.median(values) for name, values in times.items()},
     }  # fmt: skip
 
 
-def tune(shapes: tuple[Shape, ...]) -> dict[str, list[int]]:
-    """The fastest launch of `single` for each shape."""
+def tune() -> dict[str, list[int]]:
+    """The fastest launch of `single` for each projection of the tuned shapes."""
     best = {}
-    for n, k, _ in shapes:
+    ternary = [one for shape in TUNED_SHAPES for one in projections(shape) if one.converted]
+    for n, k in dict.fromkeys((one.n, one.k) for one in ternary):
         times = _launch_times(n, k)
         ranking = sorted(times, key=times.__getitem__)
         best[f"{n}x{k}"] = list(ranking[0])
@@ -256,7 +240,7 @@ def _launch_times(n: int, k: int) -> dict[tuple[int, int, int], float]:
     return {launch: statistics.median(times[str(launch)]) for launch in TUNE}
 
 
-def table_lines(results: list[dict[str, object]], ceiling: float) -> list[str]:
+def table_lines(results: list[dict[str, Any]], ceiling: float) -> list[str]:
     """The results as a Markdown table, with the whole step's times below: seconds become microseconds here."""
     lines = []
     for m in sorted({result["m"] for result in results}):
@@ -292,15 +276,17 @@ def main() -> int:
         return 2
     torch.manual_seed(0)
     arch = dispatch.arch_of(torch.device("cuda", 0))
-    found: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "arch": arch}
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "arch": arch}
     if arguments.tune:
-        found["single"] = tune(STEP_27B + STEP_8B)
+        found["single"] = tune()
         print(json.dumps(found["single"], indent=2))
     else:
         ceiling = bandwidth()
-        results = [measure(shape, m, arch) for m in arguments.rows for shape in STEP_27B]
-        small = [measure_small(SMALL_27B, m) for m in arguments.rows if m <= small_gemm.MAX_M]
-        found |= {"bytes_per_s": ceiling, "products": results, "small": small}
+        step = projections(arguments.shape)
+        results = [measure(one, m, arch) for m in arguments.rows for one in step if one.converted]
+        few = [m for m in arguments.rows if m <= small_gemm.MAX_M]
+        small = [measure_small(one, m) for m in few for one in step if not one.converted]
+        found |= {"shape": arguments.shape, "bytes_per_s": ceiling, "products": results, "small": small}
         print(f"{found['device']}, memory {ceiling / 1e12:.2f} TB/s\n")
         print("\n".join(table_lines(results, ceiling)))
         for result in small:

@@ -57,9 +57,11 @@ def _add_conversion(member: gguf.GGMLQuantizationType) -> None:
 
         @classmethod
         def quantize_blocks(cls, blocks: np.ndarray) -> np.ndarray:
-            return pack(*ternarize(torch.from_numpy(np.ascontiguousarray(blocks)))).numpy()
+            packed: np.ndarray = pack(*ternarize(torch.from_numpy(np.ascontiguousarray(blocks)))).numpy()
+            return packed
 
         @classmethod
         def dequantize_blocks(cls, blocks: np.ndarray) -> np.ndarray:
             codes, scales = unpack(torch.from_numpy(np.array(blocks)))
-            return ((codes.to(torch.float32) - 1) * scales.to(torch.float32)).numpy()
+            weights: np.ndarray = ((codes.to(torch.float32) - 1) * scales.to(torch.float32)).numpy()
+            return weights

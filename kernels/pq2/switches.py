@@ -90,8 +90,8 @@ def resolve(environ: Mapping[str, str], device: str) -> Choice:
         path for path in PATHS if (overrides[path] or ("on" if path in IN_SET[kernel_set] else "off")) == "on"
     )
     if kernel_set == "reference" and device == "cuda" and paths:
-        asked = ", ".join(f"{variable(path)}=on" for path in PATHS if path in paths)
-        raise SwitchError(f"{asked}: the set reference runs no kernels; choose another {KERNELS}, or leave it unset")
+        on = ", ".join(f"{variable(path)}=on" for path in PATHS if path in paths)
+        raise SwitchError(f"{on}: the set reference runs no kernels; choose another {KERNELS}, or leave it unset")
     if device != "cuda":
         asked = [f"{KERNELS}={kernel_set}"] if kernel_set != "reference" else []
         asked += [f"{variable(path)}=on" for path in PATHS if path in paths and overrides[path]]
