@@ -85,14 +85,7 @@ def quantize_planes(x: torch.Tensor, signs: torch.Tensor | None = None, rotation
         torch.empty(m, count, dtype=torch.float32, device=device),
         torch.empty(m, count, dtype=torch.int32, device=device),
     )
-    left = right = 0
-    per_program = GROUPS_PER_PROGRAM
-    if rotation:
-        check_rotation(k, rotation)
-        check_kernel_rotation(rotation)
-        left = 1 << (rotation.bit_length() - 1) // 2
-        right = rotation // left
-        per_program = rotation // GROUP
+    per_program, left, right = program_blocks(k, rotation)
     if m:
         pq2_quantize_kernel[(m, triton.cdiv(count, per_program))](
             x, signs if signs is not None else x, *quantized, x.stride(0), k,
@@ -101,14 +94,24 @@ def quantize_planes(x: torch.Tensor, signs: torch.Tensor | None = None, rotation
     return quantized
 
 
-def check_kernel_rotation(rotation: int) -> None:
-    """Whether the kernel has a rotation block.
+def program_blocks(k: int, rotation: int) -> tuple[int, int, int]:
+    """What one program of the quantising or the lookup kernel takes: groups, and the two factors of the rotation's block.
+
+    Args:
+        k: Length of a row.
+        rotation: Block of the rotation; 0 is none, and so are its factors then.
 
     Raises:
-        PathUnavailable: It has not.
+        FormatError: The rotation does not fit the row.
+        PathUnavailable: A block that the kernels do not have.
     """
-    if rotation and rotation not in ROTATIONS:
+    if not rotation:
+        return GROUPS_PER_PROGRAM, 0, 0
+    check_rotation(k, rotation)
+    if rotation not in ROTATIONS:
         raise PathUnavailable(
             f"a rotation over blocks of {rotation}: the quantising kernel has {', '.join(map(str, ROTATIONS))}; "
             "PQ2_KERNELS=reference runs any"
         )
+    left = 1 << (rotation.bit_length() - 1) // 2
+    return rotation // GROUP, left, rotation // left

@@ -10,11 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pq2.activations import check_kernel_rotation, sylvester
-from pq2.format import GROUP, Prepared, groups
-from pq2.quantize import check_rotation
-
-GROUPS_PER_PROGRAM = 8
+from pq2.activations import program_blocks, sylvester
+from pq2.format import Prepared, groups
 
 
 @triton.jit
@@ -64,14 +61,7 @@ def lookup(
     """
     n, k = weight.shape
     out = torch.empty(ids.numel(), k, dtype=dtype, device=ids.device)
-    left = right = 0
-    per_program = GROUPS_PER_PROGRAM
-    if rotation:
-        check_rotation(k, rotation)
-        check_kernel_rotation(rotation)
-        left = 1 << (rotation.bit_length() - 1) // 2
-        right = rotation // left
-        per_program = rotation // GROUP
+    per_program, left, right = program_blocks(k, rotation)
     if ids.numel():
         pq2_embedding_kernel[(ids.numel(), triton.cdiv(groups(k), per_program))](
             ids, weight.codes, weight.scales, signs if signs is not None else weight.codes, out, n, k,
