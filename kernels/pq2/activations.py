@@ -1,4 +1,4 @@
-"""The quantising kernel: bf16, fp16 or fp32 rows [M, K] -> `quantize.Quantized` in planes order, rotated first where asked.
+"""The quantising kernel: bf16, fp16 or fp32 rows [M, K] -> `quantize.Quantized`, rotated first where asked.
 
 Reference: `quantize.quantize` (without a rotation bit for bit); test: tests/kernels/test_paths.py.
 """
@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from pq2.errors import PathUnavailable
+from pq2.errors import FormatError, PathUnavailable
 from pq2.format import GROUP, groups
 from pq2.intrinsics import round_half_even
-from pq2.quantize import Quantized, check_rotation
+from pq2.quantize import Order, Quantized, check_rotation
 
 ROTATIONS = (256, 512, 1024, 2048, 4096)
 """Rotation blocks the kernel has: products of two factors of 16 to 64, which is what its two matrix products need."""
@@ -33,7 +33,7 @@ def sylvester(size: tl.constexpr):
 @triton.jit
 def pq2_quantize_kernel(
     x_ptr, signs_ptr, q_ptr, scales_ptr, sums_ptr, stride_x, K,
-    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):  # fmt: skip
     """One program quantises GROUPS groups of a row; LEFT * RIGHT is the rotation block they make up, LEFT 0 is none."""
     m = tl.program_id(0).to(tl.int64)
@@ -61,22 +61,28 @@ def pq2_quantize_kernel(
     tl.store(scales_ptr + m * count + group, scale, mask=inside)
     tl.store(sums_ptr + m * count + group, tl.sum(q, axis=1), mask=inside)
     j = tl.arange(0, 128)
-    plane = (j % 4) * 32 + j // 4
-    tl.store(q_ptr + m * K + group[:, None] * 128 + plane[None, :], q.to(tl.int8), mask=inside[:, None])
+    slot = j // 4
+    if FRAGMENTS:
+        slot = 4 * (slot // 8) + slot % 8 + tl.where(slot % 8 < 4, 0, 12)
+    place = (j % 4) * 32 + slot
+    tl.store(q_ptr + m * K + group[:, None] * 128 + place[None, :], q.to(tl.int8), mask=inside[:, None])
 
 
-def quantize_planes(x: torch.Tensor, signs: torch.Tensor | None = None, rotation: int = 0) -> Quantized:
-    """Quantise activations on the GPU, in planes order.
+def quantize_rows(x: torch.Tensor, order: Order, signs: torch.Tensor | None = None, rotation: int = 0) -> Quantized:
+    """Quantise activations on the GPU.
 
     Args:
         x: bf16, fp16 or fp32 [M, K], rows contiguous; K a multiple of 128.
+        order: `planes` or `fragments`.
         signs: int8 [K] of +1 and -1, for a rotation.
         rotation: Its block size; 0 is none.
 
     Raises:
-        FormatError: K or the rotation does not fit.
+        FormatError: K or the rotation does not fit, or another order.
         PathUnavailable: A rotation block that the kernel does not have.
     """
+    if order not in ("planes", "fragments"):
+        raise FormatError(f"order {order!r}: the quantising kernel has planes and fragments")
     m, k = x.shape
     count = groups(k)
     device = x.device
@@ -89,7 +95,8 @@ def quantize_planes(x: torch.Tensor, signs: torch.Tensor | None = None, rotation
     if m:
         pq2_quantize_kernel[(m, triton.cdiv(count, per_program))](
             x, signs if signs is not None else x, *quantized, x.stride(0), k,
-            GROUPS=per_program, LEFT=left, RIGHT=right, num_warps=4, enable_fp_fusion=False,
+            GROUPS=per_program, LEFT=left, RIGHT=right, FRAGMENTS=order == "fragments",
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return quantized
 

@@ -29,7 +29,7 @@ from pq2 import dispatch, reference, shapes, small_gemm, switches
 from pq2 import format as pq2_format
 from pq2 import legacy as legacy_path
 from pq2 import single as single_path
-from pq2.activations import quantize_planes
+from pq2.activations import quantize_rows
 from pq2.generate import byte_tokenizer
 from pq2.quantize import Quantized, dequantize
 from pq2.shapes import Projection
@@ -146,7 +146,7 @@ def _ternary_times(
     m = x.shape[0]
     copies = copies_of(n * pq2_format.block_rows(k))
     weights = [pq2_format.random(n, k, "cuda", seed=copy) for copy in range(copies)]
-    quantized = quantize_planes(x)
+    quantized = quantize_rows(x, "planes")
     out = torch.empty((m, n), dtype=torch.bfloat16, device="cuda")
     paths: dict[str, Call] = {
         "legacy": lambda i: legacy_path.legacy(quantized, weights[i], out, *dispatch.legacy_tile(m))
@@ -167,7 +167,7 @@ def _ternary_times(
             raise SystemExit(f"pq2.bench: {name} left outputs of a [{n}, {k}] product unwritten")
         errors[name] = check(f"{name} {n}x{k} M={m}", out[:, :rows], wanted)
     timed = {name: (call, copies) for name, call in paths.items()}
-    return graph_times(timed | {"quantize": (lambda _: quantize_planes(x), 32)}), errors
+    return graph_times(timed | {"quantize": (lambda _: quantize_rows(x, "planes"), 32)}), errors
 
 
 def _dense_times(x: torch.Tensor, n: int, k: int) -> dict[str, list[float]]:
@@ -220,7 +220,7 @@ def _launch_times(n: int, k: int) -> dict[tuple[int, int, int], float]:
     """Median time of each launch tried, seconds; all must agree with `legacy`."""
     copies = copies_of(n * pq2_format.block_rows(k))
     weights = [pq2_format.random(n, k, "cuda", seed=copy) for copy in range(copies)]
-    quantized = quantize_planes(torch.randn(1, k, dtype=torch.bfloat16, device="cuda"))
+    quantized = quantize_rows(torch.randn(1, k, dtype=torch.bfloat16, device="cuda"), "planes")
     out = torch.empty(1, n, dtype=torch.float32, device="cuda")
     legacy_path.legacy_single(quantized, weights[0], out, *dispatch.LEGACY_LAUNCH)
     wanted = out.double()

@@ -101,14 +101,14 @@ def matmul(
 
     from pq2 import legacy as legacy_path
     from pq2 import single as single_path
-    from pq2.activations import quantize_planes
+    from pq2.activations import quantize_rows
 
     m, _ = x.shape
     n, k = weight.shape
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
         return out
-    quantized = quantize_planes(x, signs, rotation)
+    quantized = quantize_rows(x, "planes", signs, rotation)
     path = path_for(choice, m)
     CALLS[path] += 1
     if path == "single":

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pq2 import activations, dispatch, legacy, single, small_gemm
+from pq2 import activations, dispatch, embedding, legacy, single, small_gemm
 
 LAUNCH = dispatch.LEGACY_LAUNCH
 ONE_ROW = {"BLOCK_N": LAUNCH.block_n, "BLOCK_G": LAUNCH.block_g, "G": 40}
@@ -27,6 +27,7 @@ ONE_ROW = {"BLOCK_N": LAUNCH.block_n, "BLOCK_G": LAUNCH.block_g, "G": 40}
 
 TYPES = {
     "quantize": "x_ptr=*bf16 signs_ptr=*i8 q_ptr=*i8 scales_ptr=*fp32 sums_ptr=*i32 stride_x=i32 K=i32",
+    "embedding": "ids_ptr=*i64 codes_ptr=*u8 d_ptr=*fp16 signs_ptr=*i8 out_ptr=*bf16 N=i32 K=i32",
     "single": "q_ptr=*i32 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
     "legacy_single": "q_ptr=*i32 xs_ptr=*fp32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
     "legacy": "q_ptr=*i8 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32 G=i32",
@@ -39,8 +40,11 @@ TYPES = {
 def _kernels():
     """Name, kernel, its key in `TYPES`, constants, warps."""
     quantize = activations.pq2_quantize_kernel
-    yield "quantize", quantize, "quantize", {"GROUPS": 8, "LEFT": 0, "RIGHT": 0}, 4
-    yield "quantize_rotated", quantize, "quantize", {"GROUPS": 8, "LEFT": 32, "RIGHT": 32}, 4
+    for name, left, fragments in (("", 0, False), (" rotated", 32, False), (" fragments", 0, True)):
+        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "FRAGMENTS": fragments}
+        yield f"quantize{name}", quantize, "quantize", constants, 4
+    constants = {"GROUPS": 8, "LEFT": 32, "RIGHT": 32}
+    yield "embedding", embedding.pq2_embedding_kernel, "embedding", constants, 4
     yield "single exact", single.pq2_single_kernel, "single", ONE_ROW, LAUNCH.num_warps
     for name, (block_n, block_g, warps) in sorted(dispatch.table("sm_90")[1].items()):
         groups = int(name.partition("x")[2] or 5120) // 128

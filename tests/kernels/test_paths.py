@@ -82,13 +82,16 @@ def test_the_exact_set_gives_the_bits_of_legacy(shape: tuple[int, int]) -> None:
     }  # two kernels, not one twice
 
 
+@pytest.mark.parametrize("order", ["planes", "fragments"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [128, 1152, 2048])
-def test_the_quantising_kernel_gives_the_bits_of_the_reference(k: int, dtype: torch.dtype) -> None:
+def test_the_quantising_kernel_gives_the_bits_of_the_reference(
+    k: int, dtype: torch.dtype, order: quantize.Order
+) -> None:
     x = (torch.randn(5, k, device=DEVICE) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None]).to(dtype)
     x[3, :128] = 0
     x[4, 0] = 40000.0
-    got, wanted = activations.quantize_planes(x), quantize.quantize(x, "planes")
+    got, wanted = activations.quantize_rows(x, order), quantize.quantize(x, order)
     for name in ("q", "scales", "sums"):
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
 
@@ -96,7 +99,7 @@ def test_the_quantising_kernel_gives_the_bits_of_the_reference(k: int, dtype: to
 def test_ties_round_to_even() -> None:
     x = torch.zeros(1, 128, device=DEVICE)
     x[0, :5] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5])
-    q = activations.quantize_planes(x).q.reshape(4, 32)
+    q = activations.quantize_rows(x, "planes").q.reshape(4, 32)
     assert q[:, 0].tolist() == [127, 0, 2, 2]  # weights 0 to 3: byte 0 of each plane
     assert q[0, 1].item() == 0
 
@@ -116,7 +119,7 @@ def test_rotated_activations_meet_rotated_weights(block: int) -> None:
 
 def test_a_rotation_the_kernel_does_not_have_is_refused() -> None:
     with pytest.raises(PathUnavailable, match="blocks of 128: the quantising kernel has 256, 512"):
-        activations.quantize_planes(torch.ones(1, 256, device=DEVICE), torch.ones(256, dtype=torch.int8), 128)
+        activations.quantize_rows(torch.ones(1, 256, device=DEVICE), "planes", torch.ones(256, dtype=torch.int8), 128)
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 16])
