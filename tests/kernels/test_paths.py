@@ -93,6 +93,32 @@ def test_the_quantising_kernel_gives_the_bits_of_the_reference(k: int, dtype: to
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's, at inf / inf
+@pytest.mark.parametrize("kernel_set", SETS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_comes_out_as_nan(value: float, kernel_set: str) -> None:
+    weight = pq2_format.random(9, 384, DEVICE)
+    x = torch.randn(3, 384, device=DEVICE)
+    x[1, 200] = value
+    got, wanted = activations.quantize_planes(x), quantize.quantize(x, "planes")
+    for name in ("q", "scales", "sums"):
+        torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=0, atol=0, equal_nan=True)
+    assert dispatch.matmul(x[1:2], weight, _choice(kernel_set)).isnan().all()
+    product = dispatch.matmul(x, weight, _choice(kernel_set))
+    assert product[1].isnan().all()
+    assert _error(product[::2], reference.matmul(x[::2], weight)) < BOUND[torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_rotation_spreads_what_is_not_finite_over_its_block(value: float) -> None:
+    x = torch.randn(1, 512, device=DEVICE)
+    x[0, 300] = value
+    signs = torch.ones(512, dtype=torch.int8, device=DEVICE)
+    scales = activations.quantize_planes(x, signs, 256).scales
+    assert scales.isfinite().tolist() == [[True, True, False, False]]
+
+
 def test_ties_round_to_even() -> None:
     x = torch.zeros(1, 128, device=DEVICE)
     x[0, :5] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5])
