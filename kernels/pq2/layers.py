@@ -317,13 +317,18 @@ class SmallLinearMethod(UnquantizedLinearMethod):
     """An unquantised projection that `small_gemm` takes where it is small enough, and vLLM's own product where not."""
 
     def process_weights_after_loading(self, layer: Module) -> None:
-        """Counters beside the weight, if it is small."""
+        """Counters beside the weight, if it is small, and its kernel compiled: no request waits for a compiler."""
         from pq2 import small_gemm
 
         super().process_weights_after_loading(layer)
-        n = layer.weight.shape[0]
-        arrived = small_gemm.counters(n, layer.weight.device) if small_gemm.fits(1, n) else None
+        weight = layer.weight
+        n, k = weight.shape
+        arrived = small_gemm.counters(n, weight.device) if small_gemm.fits(1, n) else None
         layer.register_buffer("pq2_arrived", arrived, persistent=False)
+        if arrived is not None:
+            # The kernel is one for any number of rows.
+            row = torch.ones(1, k, dtype=weight.dtype, device=weight.device)
+            small_gemm.small_gemm(row, weight, arrived, None if layer.skip_bias_add else layer.bias)
 
     def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Activations [..., K] -> [..., N]."""

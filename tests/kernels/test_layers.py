@@ -20,7 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from pq2 import dispatch, ops, quantize, reference, switches
+from pq2 import dispatch, ops, quantize, reference, small_gemm, switches
 from pq2 import format as pq2_format
 from pq2.errors import FormatError
 from pq2.layers import Pq2Config, Pq2EmbeddingMethod, Pq2LinearMethod, SmallLinearMethod
@@ -292,6 +292,29 @@ def test_what_is_not_converted_is_unquantised_and_small_projections_are_split(
         assert _close(layer(x)[0], reference.small_gemm(x, weight))
     assert dispatch.CALLS["small_gemm"] == before["small_gemm"] + 2
     assert dispatch.CALLS["dense"] == before["dense"] + 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_small_projection_is_compiled_when_weights_are_loaded(
+    choice: switches.Choice, monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
+    if choice.kernel_set == "reference":
+        pytest.skip("the reference has no kernels")
+    model = Model(monkeypatch, Pq2Config(None, ["model.gate"]))
+    layer = model.layer(ReplicatedLinear, 640, 48, bias=bias, prefix="model.gate")
+    layer.weight.data.zero_()
+    monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", lambda self, layer: None)
+    launched = []
+    run = small_gemm.small_gemm
+    monkeypatch.setattr(small_gemm, "small_gemm", lambda *given: launched.append(given) or run(*given))
+    before = dict(dispatch.CALLS)
+    model.finish(layer)
+    [(x, weight, arrived, added)] = launched
+    assert weight is layer.weight
+    assert added is layer.bias  # with a bias it is another kernel
+    assert x.dtype == weight.dtype
+    assert not arrived.any()
+    assert before == dispatch.CALLS
 
 
 def test_only_some_of_a_fused_module_converted_is_refused(choice: switches.Choice, monkeypatch) -> None:
