@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -34,6 +34,9 @@ from pq2.quantize import check_rotation
 from pq2.reference import dequantize
 from pq2.switches import Choice
 
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+
 logger = init_logger("vllm.pq2")
 
 NAME = "pq2"
@@ -47,13 +50,21 @@ class Pq2Config(QuantizationConfig):
     Args:
         rotation_block: Size of the rotation of activations; None is none.
         modules_to_not_convert: Modules of the checkpoint whose weights are ordinary tensors.
+
+    Raises:
+        FormatError: Nothing is given: vLLM does so for `--quantization pq2` where config.json does not say pq2.
     """
 
     choice: Choice
     """The switches of this process; set when the plugin is registered."""
 
-    def __init__(self, rotation_block: int | None, modules_to_not_convert: list[str]) -> None:
+    def __init__(self, rotation_block: int | None = None, modules_to_not_convert: list[str] | None = None) -> None:
         super().__init__()
+        if modules_to_not_convert is None:
+            raise FormatError(
+                "--quantization pq2: config.json has no quantization_config, so this is no PQ2 model; make one of it with "
+                "python -m pq2.convert, or leave the option out"
+            )
         self.rotation = rotation_block or 0
         self.modules_to_not_convert = modules_to_not_convert
 
@@ -95,9 +106,17 @@ class Pq2Config(QuantizationConfig):
         if group_size != pq2_format.GROUP:
             raise FormatError(f"quantization_config: group_size {group_size}: pq2 has {pq2_format.GROUP}")
         rotation = config.get("rotation_block")
-        if rotation is not None and (not isinstance(rotation, int) or rotation <= 0 or rotation & (rotation - 1)):
+        if rotation is not None and (type(rotation) is not int or rotation <= 0 or rotation & (rotation - 1)):
             raise FormatError(f"quantization_config: rotation_block {rotation!r}: a power of two, or null")
-        return cls(rotation, list(config.get("modules_to_not_convert") or []))
+        names = config.get("modules_to_not_convert") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise FormatError(f"quantization_config: modules_to_not_convert {names!r}: a list of names of modules")
+        return cls(rotation, list(names))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Name modules as the model does, whose names may differ from the checkpoint's: as their tensors are renamed."""
+        tensors = hf_to_vllm_mapper.apply_list([f"{name}.weight" for name in self.modules_to_not_convert])
+        self.modules_to_not_convert = [name.removesuffix(".weight") for name in tensors]
 
     def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer is stored and multiplied; None where vLLM's own way holds (attention)."""

@@ -1,5 +1,8 @@
 """The plugin's layers in vLLM's own classes: what is loaded, cut, tied and refused; on interpreted kernels too."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import DEVICE
@@ -329,9 +332,46 @@ def test_only_some_of_a_fused_module_converted_is_refused(choice: switches.Choic
     [
         ({"group_size": 64}, "group_size 64: pq2 has 128"),
         ({"rotation_block": 1000}, "rotation_block 1000: a power of two, or null"),
+        ({"rotation_block": True}, "rotation_block True: a power of two, or null"),
         ({"bits": 2}, "bits: unknown; pq2 has quant_method, group_size"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert 'lm_head': a list of names"),
+        ({"modules_to_not_convert": [["lm_head"]]}, "modules_to_not_convert .*: a list of names"),
     ],
 )
 def test_a_config_that_is_not_understood_is_refused(config: dict, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         Pq2Config.from_config({"quant_method": "pq2", **config})
+
+
+def test_an_ordinary_model_is_not_served_as_pq2(tmp_path: Path) -> None:
+    """`--quantization pq2` for a model directory whose config.json says nothing of it."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.model_loader.weight_utils import get_quant_config
+
+    register_quantization_config("pq2")(Pq2Config)
+    model = SimpleNamespace(
+        model=str(tmp_path), revision=None, quantization="pq2", quantization_config=None,
+        hf_config=SimpleNamespace(), hf_overrides={},
+    )  # fmt: skip
+    with pytest.raises(FormatError, match=r"--quantization pq2: config\.json has no quantization_config.*pq2\.convert"):
+        get_quant_config(model, LoadConfig())
+
+
+@pytest.mark.parametrize("name", ["lm_head", "model.language_model.layers.0.mlp.down_proj"])
+def test_names_of_a_checkpoint_are_mapped_as_its_tensors_are(choice: switches.Choice, monkeypatch, name: str) -> None:
+    from vllm.model_executor.model_loader.utils import configure_quant_config
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    class Multimodal(torch.nn.Module):
+        hf_to_vllm_mapper = WeightsMapper(
+            orig_to_new_prefix={"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+        )
+
+    config = Pq2Config(None, [name])
+    configure_quant_config(config, Multimodal)
+    own = "language_model." + name.replace("language_model.", "")
+    model = Model(monkeypatch, config)
+    kind = ParallelLMHead if name == "lm_head" else ReplicatedLinear
+    kept, other = (model.layer(kind, 256, 256, prefix=prefix).quant_method for prefix in (own, f"other.{own}"))
+    assert isinstance(kept, UnquantizedEmbeddingMethod | UnquantizedLinearMethod)
+    assert isinstance(other, Pq2EmbeddingMethod | Pq2LinearMethod)
