@@ -138,11 +138,14 @@ def _tell_once() -> None:
     )
 
 
-def _once(weight_loader: Any) -> Any:
-    """A weight loader that refuses what is in the prepared layout: blocks copied over it would be noise, unseen."""
+def _once(layer: Module, weight_loader: Any) -> Any:
+    """A weight loader that refuses a layer in the prepared layout: blocks copied over it would be noise, unseen.
+
+    It asks the layer: vLLM's own reload loads into new tensors, and would leave a dense copy of the old weights in use.
+    """
 
     def load(param: Parameter, *args: Any, **kwargs: Any) -> Any:
-        if getattr(param, "pq2_prepared", False):
+        if getattr(layer, "pq2_prepared", False):
             raise FormatError("PQ2 weights cannot be loaded over those of a running model: start a new server")
         return weight_loader(param, *args, **kwargs)
 
@@ -198,7 +201,7 @@ class _Weight:
             return
         check_rotation(whole_k, self.rotation, whole_k // k, self.prefix)
         signs = Parameter(torch.zeros(k, dtype=torch.int8), requires_grad=False)
-        set_weight_attrs(signs, {"weight_loader": self._signs_loader(layer, whole_k)})
+        set_weight_attrs(signs, {"weight_loader": _once(layer, self._signs_loader(layer, whole_k))})
         layer.register_parameter("signs", signs)
 
     def _signs_loader(self, layer: Module, whole_k: int) -> Any:
@@ -242,6 +245,7 @@ class _Weight:
                     f"{self.prefix}: the model is rotated, and this module has no signs ({self.prefix}.signs)"
                 )
             layer.signs = weight.pq2_signs  # a tied head has those of the embedding
+        layer.pq2_prepared = True
         prepared = pq2_format.view(weight.data.view(-1), n, k)
         if self.config.choice.kernel_set == "reference":
             _tell_once()
@@ -281,7 +285,7 @@ class Pq2LinearMethod(_Weight, LinearMethodBase):
             data=_blocks(rows, input_size_per_partition),
             input_dim=1,
             output_dim=0,
-            weight_loader=_once(extra_weight_attrs.pop("weight_loader")),
+            weight_loader=_once(layer, extra_weight_attrs.pop("weight_loader")),
         )
         layer.register_parameter("weight", weight)
         set_weight_attrs(weight, extra_weight_attrs)
@@ -312,7 +316,7 @@ class Pq2EmbeddingMethod(_Weight, QuantizeMethodBase):
         self._create(layer, input_size_per_partition, input_size, params_dtype)
         rows = sum(output_partition_sizes)
         weight = Parameter(_blocks(rows, input_size_per_partition), requires_grad=False)
-        loader = _once(extra_weight_attrs.pop("weight_loader"))
+        loader = _once(layer, extra_weight_attrs.pop("weight_loader"))
         set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": loader, **extra_weight_attrs})
         layer.register_parameter("weight", weight)
 

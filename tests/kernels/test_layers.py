@@ -193,13 +193,13 @@ def test_a_rotated_model_rotates_by_the_signs_of_its_modules(choice: switches.Ch
     for shard, part in enumerate(blocks):
         _load(layer, part, shard)
         layer.signs.weight_loader(layer.signs, signs, shard)
+    with pytest.raises(FormatError, match=r"fuses here .* different signs"):
+        layer.signs.weight_loader(layer.signs, -signs, 1)
     model.finish(layer)
     x = torch.randn(2, 512, device=DEVICE)
     wanted = _wanted(quantize.rotate(x, signs.to(DEVICE), 256), *blocks)
     got, _ = layer(x)
     assert float((got.double() - wanted).norm() / wanted.norm()) < 2e-3
-    with pytest.raises(FormatError, match=r"fuses here .* different signs"):
-        layer.signs.weight_loader(layer.signs, -signs, 1)
 
 
 def test_the_signs_of_a_row_parallel_layer_are_cut_with_it(choice: switches.Choice, monkeypatch) -> None:
@@ -258,6 +258,25 @@ def test_weights_are_not_loaded_over_those_of_a_running_model(model: Model) -> N
     model.finish(layer)
     with pytest.raises(FormatError, match="cannot be loaded over those of a running model"):
         _load(layer, _blocks(8, 128, 2))
+
+
+@pytest.mark.parametrize("rotation", [None, 256])
+def test_vllms_own_reload_is_refused(choice: switches.Choice, monkeypatch, rotation: int | None) -> None:
+    """It puts new tensors into the layer, and back what it does not load: the reference's dense copy would stay."""
+    from vllm.model_executor.model_loader import reload
+
+    model = Model(monkeypatch, Pq2Config(rotation, []))
+    layer = model.layer(ReplicatedLinear, 256, 8, bias=False)
+    signs = torch.ones(256, dtype=torch.int8)
+    reload.record_metadata_for_reloading(layer)
+    _load(layer, _blocks(8, 256, 1))
+    if rotation:
+        layer.signs.weight_loader(layer.signs, signs)
+    model.finish(layer)
+    reload.initialize_layerwise_reload(layer)
+    part, content = (layer.signs, signs) if rotation else (layer.weight, _blocks(8, 256, 2))
+    with pytest.raises(FormatError, match="cannot be loaded over those of a running model"):
+        part.weight_loader(part, content)
 
 
 def test_dummy_weights_are_ternary_and_differ_between_layers(choice: switches.Choice, monkeypatch) -> None:
