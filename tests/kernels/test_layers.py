@@ -165,6 +165,59 @@ def test_tensor_parallel_ranks_cut_rows_and_columns(model: Model) -> None:
     assert _close(rows, _wanted(wide, down))
 
 
+def test_more_ranks_than_key_heads_share_them(model: Model) -> None:
+    q, k, v = _blocks(128, 256, 4), _blocks(64, 256, 5), _blocks(64, 256, 6)
+    x = torch.randn(2, 256, device=DEVICE)
+    for rank in range(4):
+        model.rank(rank, 4)
+        layer = model.layer(QKVParallelLinear, 256, 32, 4, 2, bias=False)
+        for name, part in (("q", q), ("k", k), ("v", v)):
+            _load(layer, part, name)
+        model.finish(layer)
+        head = slice(32 * (rank // 2), 32 * (rank // 2) + 32)
+        mine = q[32 * rank : 32 * (rank + 1)], k[head], v[head]
+        assert _close(layer(x)[0], _wanted(x, *mine))
+
+
+def test_several_parts_of_a_merged_layer_in_one_tensor_are_cut_each(model: Model) -> None:
+    """As Gated DeltaNet's queries, keys and values come: one matrix, then z."""
+    sizes = [64, 64, 128, 128]
+    blocks, z = _blocks(256, 256, 1), _blocks(128, 256, 2)
+    x = torch.randn(2, 256, device=DEVICE)
+    for rank in (0, 1):
+        model.rank(rank, 2)
+        layer = model.layer(MergedColumnParallelLinear, 256, sizes, bias=False)
+        _load(layer, blocks, (0, 1, 2))
+        _load(layer, z, 3)
+        model.finish(layer)
+        mine = [part.chunk(2)[rank] for part in (*blocks.split(sizes[:3]), z)]
+        assert _close(layer(x)[0], _wanted(x, *mine))
+
+
+def test_ranks_cut_a_padded_vocabulary(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.model_executor.layers.vocab_parallel_embedding as vllm_embedding
+
+    monkeypatch.setattr(vllm_embedding, "tensor_model_parallel_all_reduce", lambda rows: rows)
+    table = _blocks(70, 128, 7)  # padded to 128: the second rank has 6 rows of it
+    ids = torch.tensor([0, 63, 64, 69], device=DEVICE)
+    x = torch.randn(2, 128, device=DEVICE)
+    rows, logits = torch.zeros(4, 128, device=DEVICE), []
+    for rank in (0, 1):
+        model.rank(rank, 2)
+        embedding = model.layer(VocabParallelEmbedding, 70, 128, prefix="model.embed_tokens")
+        head = model.layer(ParallelLMHead, 70, 128, prefix="lm_head")
+        for layer in (embedding, head):
+            _load(layer, table)
+            model.finish(layer)
+        rows += embedding(ids)
+        logits.append(head.quant_method.apply(head, x))
+    prepared = pq2_format.prepare(table)
+    assert torch.equal(rows, reference.embedding(ids, prepared, torch.float32))
+    whole = torch.cat(logits, dim=-1)
+    assert _close(whole[:, :70], reference.matmul(x, prepared))
+    assert not whole[:, 70:].any()
+
+
 def test_an_embedding_is_looked_up_and_a_tied_head_shares_its_bytes(model: Model) -> None:
     table = _blocks(259, 128, 7)
     embedding = model.layer(VocabParallelEmbedding, 259, 128, prefix="model.embed_tokens")
