@@ -186,6 +186,17 @@ def test_a_rotated_lookup_is_rotated_back() -> None:
     assert _error(embedding.lookup(ids, weight, torch.float32, signs, 256), wanted) < 1e-6
 
 
+def test_another_architectures_launch_table_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    monkeypatch.setattr(dispatch, "_warm", set())
+    monkeypatch.setattr(dispatch.logger, "warning", lambda text, *values: told.append(text % values))
+    for arch in ("sm_90", "sm_86", "sm_86"):
+        monkeypatch.setattr(dispatch, "arch_of", lambda device, arch=arch: arch)
+        dispatch._warm.clear()
+        dispatch.warm_up(pq2_format.random(16, 128, DEVICE), torch.float32, _choice("tuned"))
+    assert told == ["pq2: no launch table for sm_86: `single` takes sm_90's; python -m pq2.bench --tune finds one"]
+
+
 def test_no_rows_are_no_launch() -> None:
     weight = pq2_format.random(7, 256, DEVICE)
     assert dispatch.matmul(torch.ones(0, 256, device=DEVICE), weight, _choice("tuned")).shape == (0, 7)
