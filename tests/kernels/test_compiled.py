@@ -26,7 +26,8 @@ def _count(kernel: dict, *starts: str) -> int:
 @pytest.mark.parametrize("arch", [86, 90])
 def test_nothing_spills(arch: int) -> None:
     kernels = _compiled(arch)
-    assert len(kernels) >= 10
+    families = {name.split()[0] for name in kernels}
+    assert families >= {"quantize", "single", "legacy", "legacy_single", "small_gemm", "embedding", "embedding_rotated"}
     assert {name: (kernel["local"], kernel["stack"]) for name, kernel in kernels.items()} == dict.fromkeys(
         kernels, (0, 0)
     )

@@ -186,8 +186,20 @@ def test_a_rotated_lookup_is_rotated_back() -> None:
     assert _error(embedding.lookup(ids, weight, torch.float32, signs, 256), wanted) < 1e-6
 
 
+@pytest.mark.parametrize("rotation", [0, 256])
+def test_an_id_outside_of_the_vocabulary_has_no_row(rotation: int) -> None:
+    weight = pq2_format.random(37, 256, DEVICE)
+    signs = torch.ones(256, dtype=torch.int8, device=DEVICE)
+    ids = torch.tensor([-1, 36, 37, 2**40], device=DEVICE)
+    rows = embedding.lookup(ids, weight, torch.float32, signs, rotation)
+    assert rows.isnan().all(dim=1).tolist() == [True, False, True, True]
+    wanted = reference.embedding(ids[1:2], weight)
+    assert _error(rows[1:2], quantize.unrotate(wanted, signs, rotation) if rotation else wanted) < 1e-6
+
+
 def test_another_architectures_launch_table_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
+    dispatch._tell_table.cache_clear()
     monkeypatch.setattr(dispatch, "_warm", set())
     monkeypatch.setattr(dispatch.logger, "warning", lambda text, *values: told.append(text % values))
     for arch in ("sm_90", "sm_86", "sm_86"):
