@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module, Parameter
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
@@ -29,7 +30,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from pq2 import dispatch
 from pq2 import format as pq2_format
-from pq2.errors import FormatError
+from pq2.errors import FormatError, PathUnavailable
 from pq2.quantize import check_rotation
 from pq2.reference import dequantize
 from pq2.switches import Choice
@@ -98,7 +99,13 @@ class Pq2Config(QuantizationConfig):
 
         Raises:
             FormatError: An unknown key, or a value that is not supported.
+            PathUnavailable: vLLM is to give a row the same bits in every batch, which the kernels do not.
         """
+        if envs.VLLM_BATCH_INVARIANT and cls.choice.kernel_set != "reference":
+            raise PathUnavailable(
+                "VLLM_BATCH_INVARIANT=1: these kernels add up one row of activations in another order than several; unset "
+                "it, or set PQ2_KERNELS=reference"
+            )
         unknown = sorted(set(config) - set(KEYS))
         if unknown:
             raise FormatError(f"quantization_config: {', '.join(unknown)}: unknown; pq2 has {', '.join(KEYS)}")

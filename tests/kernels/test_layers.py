@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from pq2 import dispatch, ops, quantize, reference, small_gemm, switches
 from pq2 import format as pq2_format
-from pq2.errors import FormatError
+from pq2.errors import FormatError, PathUnavailable
 from pq2.layers import Pq2Config, Pq2EmbeddingMethod, Pq2LinearMethod, SmallLinearMethod
 
 SETS = ("reference", "tuned")
@@ -413,6 +413,15 @@ def test_only_some_of_a_fused_module_converted_is_refused(choice: switches.Choic
 def test_a_config_that_is_not_understood_is_refused(config: dict, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         Pq2Config.from_config({"quant_method": "pq2", **config})
+
+
+def test_batch_invariance_is_not_promised(choice: switches.Choice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    if choice.kernel_set == "reference":
+        Pq2Config.from_config({"quant_method": "pq2"})
+        return
+    with pytest.raises(PathUnavailable, match=r"VLLM_BATCH_INVARIANT=1: .* one row .* PQ2_KERNELS=reference"):
+        Pq2Config.from_config({"quant_method": "pq2"})
 
 
 def test_an_ordinary_model_is_not_served_as_pq2(tmp_path: Path) -> None:
