@@ -120,6 +120,32 @@ def test_what_requests_will_run_is_compiled_when_weights_are_loaded(
     assert tiles == {dispatch.legacy_tile(m) for m in dispatch.WARM_ROWS if m > 1}
 
 
+def test_a_compiled_model_is_one_graph_for_any_number_of_tokens(choice: switches.Choice, monkeypatch) -> None:
+    model = Model(monkeypatch, Pq2Config(256, []))
+    embedding = model.layer(VocabParallelEmbedding, 64, 256, prefix="model.embed_tokens")
+    layer = model.layer(ReplicatedLinear, 256, 64, bias=True)
+    layer.bias.data.fill_(1.0)
+    for seed, part in enumerate((embedding, layer)):
+        _load(part, _blocks(64, 256, seed))
+        part.signs.weight_loader(part.signs, torch.ones(256, dtype=torch.int8))
+        model.finish(part)
+    graphs = []
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        return layer.quant_method.apply(layer, embedding.quant_method.embedding(embedding, ids), layer.bias)
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    for tokens in (5, 2, 17, 64):
+        ids = torch.arange(tokens, device=DEVICE)
+        torch._dynamo.mark_dynamic(ids, 0)
+        assert torch.equal(compiled(ids), forward(ids))
+    assert len(graphs) == 1
+
+
 def test_leading_dimensions_and_a_bias_are_kept(model: Model) -> None:
     layer = model.layer(ReplicatedLinear, 128, 5, bias=True)
     blocks = _blocks(5, 128, 1)

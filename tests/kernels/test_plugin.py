@@ -136,6 +136,18 @@ def test_triton_is_asked_for_where_kernels_are(site: Path) -> None:
     assert "these kernels are written in Triton, which is not installed here" in done.stderr
 
 
+def test_an_amd_gpu_is_not_taken_for_cuda(site: Path) -> None:
+    """Both call their device type `cuda`, as PyTorch does."""
+    as_rocm = """
+from vllm.platforms import current_platform
+kind = type(current_platform)
+kind.is_cuda, kind.device_type, kind.device_name = lambda self: False, "cuda", "rocm"
+"""
+    done = _python(site, as_rocm + LOAD, PQ2_KERNELS="legacy")
+    assert done.returncode != 0
+    assert "PQ2_KERNELS=legacy: these kernels run on CUDA, and this process runs on rocm" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("models") / "tiny"
