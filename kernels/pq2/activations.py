@@ -52,10 +52,13 @@ def pq2_quantize_kernel(
         places = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
         at = first * 128 + places
         x = tl.load(x_ptr + m * stride_x + at, mask=at < K, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(x), axis=1), tl.full([GROUPS], 127.0, tl.float32))
+    # The largest magnitude as the integer that its bits are: NaN is above all others there; of floats `tl.max` drops it.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, tl.full([GROUPS], 127.0, tl.float32))
     safe = tl.where(scale > 0, scale, 1.0)
     q = round_half_even(tl.div_rn(x, tl.broadcast_to(safe[:, None], (GROUPS, 128))))
-    q = tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int32)
+    # Zero where it is NaN, as in the reference: times a scale that is then NaN or infinite, every product is NaN.
+    q = tl.where(q == q, tl.minimum(tl.maximum(q, -127.0), 127.0), 0.0).to(tl.int32)
     group = first + tl.arange(0, GROUPS)
     inside = group < count
     tl.store(scales_ptr + m * count + group, scale, mask=inside)

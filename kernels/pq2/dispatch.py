@@ -1,13 +1,14 @@
 """(shape, rows, switches) -> the path that runs and its launch configuration; and the counters that prove it was called.
 
 Configurations are data: `tables/*.json`, one file a GPU architecture, made by `python -m pq2.bench --tune`. A shape that a
-table does not have takes the table's default; an architecture without a table takes sm_90's, and `describe` says so.
+table does not have takes the table's default; an architecture without a table takes sm_90's, and the log says so.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from pq2.format import Prepared
+
+logger = logging.getLogger("vllm.pq2")
 
 CALLS = dict.fromkeys(("legacy", "single", "small_gemm", "dense", "reference"), 0)
 """Products dispatched to each path in this process. What a CUDA graph replays is counted once, when it is captured. `dense`
@@ -50,6 +53,16 @@ def table(arch: str) -> tuple[str, dict[str, list[int]]]:
     own = folder / f"{arch}.json"
     name = arch if own.is_file() else "sm_90"
     return name, json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["single"]
+
+
+@functools.cache
+def _tell_table(arch: str) -> None:
+    """Say once that an architecture has no table of its own."""
+    name, _ = table(arch)
+    if name != arch:
+        logger.warning(
+            "pq2: no launch table for %s: `single` takes %s's; python -m pq2.bench --tune finds one", arch, name
+        )
 
 
 def single_launch(choice: Choice, arch: str, n: int, k: int) -> Launch:
@@ -133,7 +146,10 @@ def warm_up(
     import torch
 
     n, k = weight.shape
-    launch = single_launch(choice, arch_of(weight.data.device), n, k)
+    arch = arch_of(weight.data.device)
+    if choice.on("single") and choice.kernel_set != "exact":
+        _tell_table(arch)
+    launch = single_launch(choice, arch, n, k)
     key = (k, n % 16 == 0, dtype, rotation, choice.key, launch)
     if key in _warm:
         return

@@ -5,8 +5,10 @@ Imports vLLM's model code: only processes that build or inspect the model import
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import IsHybrid
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
@@ -54,3 +56,20 @@ class PQ2Qwen3_5ForCausalLM(Qwen3_5ForCausalLM, IsHybrid):  # noqa: N801 -- vLLM
                 "model.embed_tokens and lm_head in modules_to_not_convert"
             )
         self.model.embed_tokens = embedding
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """As vLLM's class does; it skips, in vLLM 0.23, what the model has no place for.
+
+        Raises:
+            FormatError: The checkpoint has signs of a rotation, and its config has none.
+        """
+        return super().load_weights(self._checked(weights))
+
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name.endswith(".signs") and not getattr(self.quant_config, "rotation", 0):
+                raise FormatError(
+                    f"{name}: the checkpoint is rotated, and rotation_block of its quantization_config is null: set it to "
+                    "the size of the rotation's blocks"
+                )
+            yield name, tensor

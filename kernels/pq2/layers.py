@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module, Parameter
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
@@ -29,10 +30,13 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from pq2 import dispatch
 from pq2 import format as pq2_format
-from pq2.errors import FormatError
+from pq2.errors import FormatError, PathUnavailable
 from pq2.quantize import check_rotation
 from pq2.reference import dequantize
 from pq2.switches import Choice
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
 
 logger = init_logger("vllm.pq2")
 
@@ -47,13 +51,21 @@ class Pq2Config(QuantizationConfig):
     Args:
         rotation_block: Size of the rotation of activations; None is none.
         modules_to_not_convert: Modules of the checkpoint whose weights are ordinary tensors.
+
+    Raises:
+        FormatError: Nothing is given: vLLM does so for `--quantization pq2` where config.json does not say pq2.
     """
 
     choice: Choice
     """The switches of this process; set when the plugin is registered."""
 
-    def __init__(self, rotation_block: int | None, modules_to_not_convert: list[str]) -> None:
+    def __init__(self, rotation_block: int | None = None, modules_to_not_convert: list[str] | None = None) -> None:
         super().__init__()
+        if modules_to_not_convert is None:
+            raise FormatError(
+                "--quantization pq2: config.json has no quantization_config, so this is no PQ2 model; make one of it with "
+                "python -m pq2.convert, or leave the option out"
+            )
         self.rotation = rotation_block or 0
         self.modules_to_not_convert = modules_to_not_convert
 
@@ -87,7 +99,13 @@ class Pq2Config(QuantizationConfig):
 
         Raises:
             FormatError: An unknown key, or a value that is not supported.
+            PathUnavailable: vLLM is to give a row the same bits in every batch, which the kernels do not.
         """
+        if envs.VLLM_BATCH_INVARIANT and cls.choice.kernel_set != "reference":
+            raise PathUnavailable(
+                "VLLM_BATCH_INVARIANT=1: these kernels add up one row of activations in another order than several; unset "
+                "it, or set PQ2_KERNELS=reference"
+            )
         unknown = sorted(set(config) - set(KEYS))
         if unknown:
             raise FormatError(f"quantization_config: {', '.join(unknown)}: unknown; pq2 has {', '.join(KEYS)}")
@@ -95,9 +113,17 @@ class Pq2Config(QuantizationConfig):
         if group_size != pq2_format.GROUP:
             raise FormatError(f"quantization_config: group_size {group_size}: pq2 has {pq2_format.GROUP}")
         rotation = config.get("rotation_block")
-        if rotation is not None and (not isinstance(rotation, int) or rotation <= 0 or rotation & (rotation - 1)):
+        if rotation is not None and (type(rotation) is not int or rotation <= 0 or rotation & (rotation - 1)):
             raise FormatError(f"quantization_config: rotation_block {rotation!r}: a power of two, or null")
-        return cls(rotation, list(config.get("modules_to_not_convert") or []))
+        names = config.get("modules_to_not_convert") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise FormatError(f"quantization_config: modules_to_not_convert {names!r}: a list of names of modules")
+        return cls(rotation, list(names))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Name modules as the model does, whose names may differ from the checkpoint's: as their tensors are renamed."""
+        tensors = hf_to_vllm_mapper.apply_list([f"{name}.weight" for name in self.modules_to_not_convert])
+        self.modules_to_not_convert = [name.removesuffix(".weight") for name in tensors]
 
     def get_quant_method(self, layer: Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer is stored and multiplied; None where vLLM's own way holds (attention)."""
@@ -119,11 +145,14 @@ def _tell_once() -> None:
     )
 
 
-def _once(weight_loader: Any) -> Any:
-    """A weight loader that refuses what is in the prepared layout: blocks copied over it would be noise, unseen."""
+def _once(layer: Module, weight_loader: Any) -> Any:
+    """A weight loader that refuses a layer in the prepared layout: blocks copied over it would be noise, unseen.
+
+    It asks the layer: vLLM's own reload loads into new tensors, and would leave a dense copy of the old weights in use.
+    """
 
     def load(param: Parameter, *args: Any, **kwargs: Any) -> Any:
-        if getattr(param, "pq2_prepared", False):
+        if getattr(layer, "pq2_prepared", False):
             raise FormatError("PQ2 weights cannot be loaded over those of a running model: start a new server")
         return weight_loader(param, *args, **kwargs)
 
@@ -179,7 +208,7 @@ class _Weight:
             return
         check_rotation(whole_k, self.rotation, whole_k // k, self.prefix)
         signs = Parameter(torch.zeros(k, dtype=torch.int8), requires_grad=False)
-        set_weight_attrs(signs, {"weight_loader": self._signs_loader(layer, whole_k)})
+        set_weight_attrs(signs, {"weight_loader": _once(layer, self._signs_loader(layer, whole_k))})
         layer.register_parameter("signs", signs)
 
     def _signs_loader(self, layer: Module, whole_k: int) -> Any:
@@ -223,6 +252,7 @@ class _Weight:
                     f"{self.prefix}: the model is rotated, and this module has no signs ({self.prefix}.signs)"
                 )
             layer.signs = weight.pq2_signs  # a tied head has those of the embedding
+        layer.pq2_prepared = True
         prepared = pq2_format.view(weight.data.view(-1), n, k)
         if self.config.choice.kernel_set == "reference":
             _tell_once()
@@ -262,7 +292,7 @@ class Pq2LinearMethod(_Weight, LinearMethodBase):
             data=_blocks(rows, input_size_per_partition),
             input_dim=1,
             output_dim=0,
-            weight_loader=_once(extra_weight_attrs.pop("weight_loader")),
+            weight_loader=_once(layer, extra_weight_attrs.pop("weight_loader")),
         )
         layer.register_parameter("weight", weight)
         set_weight_attrs(weight, extra_weight_attrs)
@@ -293,7 +323,7 @@ class Pq2EmbeddingMethod(_Weight, QuantizeMethodBase):
         self._create(layer, input_size_per_partition, input_size, params_dtype)
         rows = sum(output_partition_sizes)
         weight = Parameter(_blocks(rows, input_size_per_partition), requires_grad=False)
-        loader = _once(extra_weight_attrs.pop("weight_loader"))
+        loader = _once(layer, extra_weight_attrs.pop("weight_loader"))
         set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": loader, **extra_weight_attrs})
         layer.register_parameter("weight", weight)
 
@@ -317,13 +347,18 @@ class SmallLinearMethod(UnquantizedLinearMethod):
     """An unquantised projection that `small_gemm` takes where it is small enough, and vLLM's own product where not."""
 
     def process_weights_after_loading(self, layer: Module) -> None:
-        """Counters beside the weight, if it is small."""
+        """Counters beside the weight, if it is small, and its kernel compiled: no request waits for a compiler."""
         from pq2 import small_gemm
 
         super().process_weights_after_loading(layer)
-        n = layer.weight.shape[0]
-        arrived = small_gemm.counters(n, layer.weight.device) if small_gemm.fits(1, n) else None
+        weight = layer.weight
+        n, k = weight.shape
+        arrived = small_gemm.counters(n, weight.device) if small_gemm.fits(1, n) else None
         layer.register_buffer("pq2_arrived", arrived, persistent=False)
+        if arrived is not None:
+            # The kernel is one for any number of rows.
+            row = torch.ones(1, k, dtype=weight.dtype, device=weight.device)
+            small_gemm.small_gemm(row, weight, arrived, None if layer.skip_bias_add else layer.bias)
 
     def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Activations [..., K] -> [..., N]."""

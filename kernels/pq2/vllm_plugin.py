@@ -35,7 +35,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.platforms import current_platform
 
-    device = "cuda" if current_platform.is_cuda() else str(current_platform.device_type)
+    device = "cuda" if current_platform.is_cuda() else str(current_platform.device_name)
     choice = switches.resolved(device)
     if choice.kernel_set != "reference" and importlib.util.find_spec("triton") is None:
         raise PathUnavailable(

@@ -31,6 +31,7 @@ TYPES = {
     "single": "q_ptr=*i32 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
     "legacy_single": "q_ptr=*i32 xs_ptr=*fp32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
     "legacy": "q_ptr=*i8 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32 G=i32",
+    "embedding": "ids_ptr=*i64 codes_ptr=*u8 d_ptr=*fp16 signs_ptr=*i8 out_ptr=*bf16 N=i32 K=i32",
     "small_gemm": "x_ptr=*bf16 w_ptr=*bf16 bias_ptr=*bf16 out_ptr=*bf16 partial_ptr=*fp32 arrived_ptr=*i32 "
     "M=i32 N=i32 K=i32 stride_x=i32 PIECES=i32",
 }
@@ -55,6 +56,9 @@ def _kernels():
         tile = dispatch.legacy_tile(m)
         constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
         yield f"legacy {m}", legacy.pq2_legacy_kernel, "legacy", constants, tile.num_warps
+    lookup = embedding.pq2_embedding_kernel
+    yield "embedding", lookup, "embedding", {"GROUPS": embedding.GROUPS_PER_PROGRAM, "LEFT": 0, "RIGHT": 0}, 4
+    yield "embedding_rotated", lookup, "embedding", {"GROUPS": 8, "LEFT": 32, "RIGHT": 32}, 4
     blocks = {"BLOCK_M": 16, "BLOCK_N": small_gemm.BLOCK_N, "BLOCK_K": small_gemm.BLOCK_K}
     yield "small_gemm", small_gemm.pq2_small_gemm_kernel, "small_gemm", {**blocks, "STEPS": 1, "HAS_BIAS": False}, 4
 

@@ -116,6 +116,8 @@ def _register_recorder() -> list[tuple[str, str]]:
             raise NotImplementedError
 
     class Recorder(QuantizationConfig):
+        rotation = 0
+
         def __init__(self, unconverted):
             super().__init__()
             self.unconverted = unconverted

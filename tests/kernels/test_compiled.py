@@ -26,7 +26,8 @@ def _count(kernel: dict, *starts: str) -> int:
 @pytest.mark.parametrize("arch", [86, 90])
 def test_nothing_spills(arch: int) -> None:
     kernels = _compiled(arch)
-    assert len(kernels) >= 10
+    families = {name.split()[0] for name in kernels}
+    assert families >= {"quantize", "single", "legacy", "legacy_single", "small_gemm", "embedding", "embedding_rotated"}
     assert {name: (kernel["local"], kernel["stack"]) for name, kernel in kernels.items()} == dict.fromkeys(
         kernels, (0, 0)
     )
@@ -68,4 +69,6 @@ def test_legacy_tiles_run_on_tensor_cores(arch: int, m: int) -> None:
 def test_small_gemm_counts_arrivals_with_an_atomic(arch: int) -> None:
     kernel = _compiled(arch)["small_gemm"]
     assert _count(kernel, "mma.sync.aligned.m16n8k16") > 0
-    assert _count(kernel, "atom") == 1
+    assert _count(kernel, "atom") == _count(kernel, "atom.global.gpu.acq_rel.add") == 1
+    # Partial sums of other multiprocessors are read past the L1 cache, all of them: as many as are written.
+    assert _count(kernel, "ld.global.cg") == _count(kernel, "st.global.b32") - 1 > 0  # and the counter, back to zero

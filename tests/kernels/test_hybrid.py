@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pq2 import generate, hybrid, shapes
 
@@ -145,6 +147,22 @@ def test_a_tied_embedding_in_pq2_is_refused(environment: dict[str, str], tmp_pat
     done = drive(environment, tmp_path, "build", str(target))
     assert done.returncode != 0
     assert "tie_word_embeddings is true and model.embed_tokens is PQ2" in done.stderr
+
+
+def test_signs_of_a_model_without_a_rotation_are_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    """vLLM 0.23 skips what a hybrid model has no place for: a wrong config would serve noise."""
+    target = tmp_path / "model"
+    generate.generate("hybrid-tiny", target, weights=True)
+    [file] = target.glob("*.safetensors")
+    name = "model.layers.0.linear_attn.in_proj_qkv.signs"
+    save_file(load_file(file) | {name: torch.ones(256, dtype=torch.int8)}, file, metadata={"format": "pt"})
+    index = target / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    listed["weight_map"][name] = file.name
+    index.write_text(json.dumps(listed))
+    done = drive(environment, tmp_path, "build", str(target))
+    assert done.returncode != 0
+    assert f"{name}: the checkpoint is rotated, and rotation_block of its quantization_config is null" in done.stderr
 
 
 def test_what_is_served_is_what_transformers_computes(environment: dict[str, str], tmp_path: Path) -> None:

@@ -96,6 +96,32 @@ def test_the_quantising_kernel_gives_the_bits_of_the_reference(
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's, at inf / inf
+@pytest.mark.parametrize("kernel_set", SETS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_comes_out_as_nan(value: float, kernel_set: str) -> None:
+    weight = pq2_format.random(9, 384, DEVICE)
+    x = torch.randn(3, 384, device=DEVICE)
+    x[1, 200] = value
+    got, wanted = activations.quantize_planes(x), quantize.quantize(x, "planes")
+    for name in ("q", "scales", "sums"):
+        torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=0, atol=0, equal_nan=True)
+    assert dispatch.matmul(x[1:2], weight, _choice(kernel_set)).isnan().all()
+    product = dispatch.matmul(x, weight, _choice(kernel_set))
+    assert product[1].isnan().all()
+    assert _error(product[::2], reference.matmul(x[::2], weight)) < BOUND[torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_rotation_spreads_what_is_not_finite_over_its_block(value: float) -> None:
+    x = torch.randn(1, 512, device=DEVICE)
+    x[0, 300] = value
+    signs = torch.ones(512, dtype=torch.int8, device=DEVICE)
+    scales = activations.quantize_planes(x, signs, 256).scales
+    assert scales.isfinite().tolist() == [[True, True, False, False]]
+
+
 def test_ties_round_to_even() -> None:
     x = torch.zeros(1, 128, device=DEVICE)
     x[0, :5] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5])
@@ -161,6 +187,29 @@ def test_a_rotated_lookup_is_rotated_back() -> None:
     ids = torch.tensor([8, 0], device=DEVICE)
     wanted = quantize.unrotate(reference.embedding(ids, weight), signs, 256)
     assert _error(embedding.lookup(ids, weight, torch.float32, signs, 256), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("rotation", [0, 256])
+def test_an_id_outside_of_the_vocabulary_has_no_row(rotation: int) -> None:
+    weight = pq2_format.random(37, 256, DEVICE)
+    signs = torch.ones(256, dtype=torch.int8, device=DEVICE)
+    ids = torch.tensor([-1, 36, 37, 2**40], device=DEVICE)
+    rows = embedding.lookup(ids, weight, torch.float32, signs, rotation)
+    assert rows.isnan().all(dim=1).tolist() == [True, False, True, True]
+    wanted = reference.embedding(ids[1:2], weight)
+    assert _error(rows[1:2], quantize.unrotate(wanted, signs, rotation) if rotation else wanted) < 1e-6
+
+
+def test_another_architectures_launch_table_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    dispatch._tell_table.cache_clear()
+    monkeypatch.setattr(dispatch, "_warm", set())
+    monkeypatch.setattr(dispatch.logger, "warning", lambda text, *values: told.append(text % values))
+    for arch in ("sm_90", "sm_86", "sm_86"):
+        monkeypatch.setattr(dispatch, "arch_of", lambda device, arch=arch: arch)
+        dispatch._warm.clear()
+        dispatch.warm_up(pq2_format.random(16, 128, DEVICE), torch.float32, _choice("tuned"))
+    assert told == ["pq2: no launch table for sm_86: `single` takes sm_90's; python -m pq2.bench --tune finds one"]
 
 
 def test_no_rows_are_no_launch() -> None:
