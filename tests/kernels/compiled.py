@@ -31,7 +31,6 @@ TYPES = {
     "single": "q_ptr=*i32 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
     "legacy_single": "q_ptr=*i32 xs_ptr=*fp32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
     "legacy": "q_ptr=*i8 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32 G=i32",
-    "embedding": "ids_ptr=*i64 codes_ptr=*u8 d_ptr=*fp16 signs_ptr=*i8 out_ptr=*bf16 N=i32 K=i32",
     "small_gemm": "x_ptr=*bf16 w_ptr=*bf16 bias_ptr=*bf16 out_ptr=*bf16 partial_ptr=*fp32 arrived_ptr=*i32 "
     "M=i32 N=i32 K=i32 stride_x=i32 PIECES=i32",
 }
@@ -44,8 +43,6 @@ def _kernels():
     for name, left, fragments in (("", 0, False), (" rotated", 32, False), (" fragments", 0, True)):
         constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "FRAGMENTS": fragments}
         yield f"quantize{name}", quantize, "quantize", constants, 4
-    constants = {"GROUPS": 8, "LEFT": 32, "RIGHT": 32}
-    yield "embedding", embedding.pq2_embedding_kernel, "embedding", constants, 4
     yield "single exact", single.pq2_single_kernel, "single", ONE_ROW, LAUNCH.num_warps
     for name, (block_n, block_g, warps) in sorted(dispatch.table("sm_90")[1].items()):
         groups = int(name.partition("x")[2] or 5120) // 128
@@ -57,8 +54,8 @@ def _kernels():
         constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
         yield f"legacy {m}", legacy.pq2_legacy_kernel, "legacy", constants, tile.num_warps
     lookup = embedding.pq2_embedding_kernel
-    yield "embedding", lookup, "embedding", {"GROUPS": embedding.GROUPS_PER_PROGRAM, "LEFT": 0, "RIGHT": 0}, 4
-    yield "embedding_rotated", lookup, "embedding", {"GROUPS": 8, "LEFT": 32, "RIGHT": 32}, 4
+    yield "embedding", lookup, "embedding", {"GROUPS": 8, "LEFT": 0, "RIGHT": 0}, 4
+    yield "embedding rotated", lookup, "embedding", {"GROUPS": 8, "LEFT": 32, "RIGHT": 32}, 4
     blocks = {"BLOCK_M": 16, "BLOCK_N": small_gemm.BLOCK_N, "BLOCK_K": small_gemm.BLOCK_K}
     yield "small_gemm", small_gemm.pq2_small_gemm_kernel, "small_gemm", {**blocks, "STEPS": 1, "HAS_BIAS": False}, 4
 

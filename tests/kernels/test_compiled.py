@@ -27,7 +27,7 @@ def _count(kernel: dict, *starts: str) -> int:
 def test_nothing_spills(arch: int) -> None:
     kernels = _compiled(arch)
     families = {name.split()[0] for name in kernels}
-    assert families >= {"quantize", "single", "legacy", "legacy_single", "small_gemm", "embedding", "embedding_rotated"}
+    assert families >= {"quantize", "single", "legacy", "legacy_single", "small_gemm", "embedding"}
     assert {name: (kernel["local"], kernel["stack"]) for name, kernel in kernels.items()} == dict.fromkeys(
         kernels, (0, 0)
     )

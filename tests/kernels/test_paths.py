@@ -103,7 +103,7 @@ def test_what_is_not_finite_comes_out_as_nan(value: float, kernel_set: str) -> N
     weight = pq2_format.random(9, 384, DEVICE)
     x = torch.randn(3, 384, device=DEVICE)
     x[1, 200] = value
-    got, wanted = activations.quantize_planes(x), quantize.quantize(x, "planes")
+    got, wanted = activations.quantize_rows(x, "planes"), quantize.quantize(x, "planes")
     for name in ("q", "scales", "sums"):
         torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=0, atol=0, equal_nan=True)
     assert dispatch.matmul(x[1:2], weight, _choice(kernel_set)).isnan().all()
@@ -118,7 +118,7 @@ def test_a_rotation_spreads_what_is_not_finite_over_its_block(value: float) -> N
     x = torch.randn(1, 512, device=DEVICE)
     x[0, 300] = value
     signs = torch.ones(512, dtype=torch.int8, device=DEVICE)
-    scales = activations.quantize_planes(x, signs, 256).scales
+    scales = activations.quantize_rows(x, "planes", signs, 256).scales
     assert scales.isfinite().tolist() == [[True, True, False, False]]
 
 
