@@ -63,7 +63,8 @@ class PQ2Qwen3_5ForCausalLM(Qwen3_5ForCausalLM, IsHybrid):  # noqa: N801 -- vLLM
         Raises:
             FormatError: The checkpoint has signs of a rotation, and its config has none.
         """
-        return super().load_weights(self._checked(weights))
+        loaded: set[str] = super().load_weights(self._checked(weights))
+        return loaded
 
     def _checked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
