@@ -1,4 +1,4 @@
-"""kernels/pq2 in real vLLM on the CPU: a ternary model served through the harness, and a switch that cannot hold there."""
+"""kernels/pq2 in real vLLM on the CPU: a ternary model served through the harness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ server:
   ready_timeout_s: 600
 variants:
   baseline: {{env: {{PQ2_KERNELS: null}}}}
-  candidate: {{env: {{PQ2_KERNELS: "{value}"}}}}
+  candidate: {{env: {{PQ2_KERNELS: reference}}}}
 design: {{launches_per_variant: 1}}
 workloads:
   - {{name: decode, kind: decode, input_len: 32, output_len: 16, max_concurrency: [2], num_prompts: 4}}
@@ -52,21 +52,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def _run(model: Path, value: str, folder: Path) -> tuple[int, Path]:
-    spec = folder / "pq2-cpu.yaml"
-    spec.write_text(SPEC.format(model=model, kernels=ROOT / "kernels" / "pq2", value=value), encoding="utf-8")
-    status = main(["run", str(spec), "-o", str(folder / "results")])
-    (run,) = (folder / "results" / "pq2-cpu").iterdir()
-    return status, run
-
-
 @pytest.mark.real
 def test_a_ternary_model_is_served_and_two_names_of_one_path_are_no_difference(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, run = _run(model, "reference", tmp_path)
+    spec = tmp_path / "pq2-cpu.yaml"
+    spec.write_text(SPEC.format(model=model, kernels=ROOT / "kernels" / "pq2"), encoding="utf-8")
+    assert main(["run", str(spec), "-o", str(tmp_path)]) == 3
+    (run,) = (tmp_path / "pq2-cpu").iterdir()
     told = capsys.readouterr().out
-    assert status == 3
     assert "No verdict: switch_not_recognised" in told
     assert "the plugin that was given it reports the same choice in both variants" in told
     hashes = set()
@@ -83,17 +77,3 @@ def test_a_ternary_model_is_served_and_two_names_of_one_path_are_no_difference(
         log = (run / "launches" / label / "server.log").read_text(encoding="utf-8")
         assert "pq2: none of its kernels run here" in log
     assert len(hashes) == 1
-
-
-@pytest.mark.real
-def test_a_switch_that_cannot_hold_here_fails_its_launch_and_keeps_the_other(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, run = _run(model, "tuned", tmp_path)
-    assert status == 4
-    assert "PQ2_KERNELS=tuned: these kernels run on CUDA, and this process runs on cpu" in capsys.readouterr().out
-    statuses = {
-        label: read_model(run / "launches" / label / "launch.json", LaunchRecord).status
-        for label in ("0-baseline", "1-candidate")
-    }
-    assert statuses == {"0-baseline": "completed", "1-candidate": "failed"}
