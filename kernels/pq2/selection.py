@@ -22,13 +22,22 @@ from pq2.quantize import check_rotation
 
 MIN_ROWS = 256
 """Rows under which a linear layer stays: PQ2 saves little there, and gates are sensitive."""
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
+FUSED_INTO = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
+}
+"""Modules that vLLM multiplies by as one matrix, stacked along N, and what it calls that."""
+FUSED = tuple(
+    tuple(part for part, into in FUSED_INTO.items() if into == whole) for whole in dict.fromkeys(FUSED_INTO.values())
 )
-"""Siblings that vLLM loads into one layer: PQ2 all of them or none, with equal signs."""
+"""Siblings of one layer of vLLM's: PQ2 all of them or none, with equal signs."""
 ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
 """Layers that tensor parallelism cuts along K; the others are cut along N, by whole rows."""
 EMBEDDING = "embed_tokens"

@@ -16,22 +16,11 @@ from torch import nn
 
 from pq2 import format as pq2_format
 from pq2.errors import Pq2Error
+from pq2.selection import FUSED_INTO
 
 ROTATION = 1024
 """Weights of a block of the Walsh-Hadamard transform, along K."""
 
-# Modules that vLLM multiplies by as one matrix, stacked along N.
-FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "in_proj_qkv": "in_proj_qkvz",
-    "in_proj_z": "in_proj_qkvz",
-    "in_proj_b": "in_proj_ba",
-    "in_proj_a": "in_proj_ba",
-}
 UNCONVERTED = ("in_proj_b", "in_proj_a")
 """Linear layers left as they are: two rows a head, fewer than a tile, and they set the decay of the state."""
 
@@ -114,7 +103,7 @@ class Matrix:
     def fused(self) -> str:
         """The module of vLLM's that holds it."""
         parent, _, last = self.name.rpartition(".")
-        return f"{parent}.{FUSED.get(last, last)}".removeprefix(".")
+        return f"{parent}.{FUSED_INTO.get(last, last)}".removeprefix(".")
 
     @property
     def weight_bytes(self) -> int:

@@ -155,20 +155,20 @@ def _register_recorder() -> list[tuple[str, str]]:
 
 def _wrong(parameters: dict[str, torch.nn.Parameter], weights: dict[str, torch.Tensor]) -> list[str]:
     """Parameters that are not the tensors of the checkpoint, one below the other."""
-    from pq2.shapes import FUSED
+    from pq2.selection import FUSED_INTO
 
     parts: dict[str, list[torch.Tensor]] = {}
     for name, weight in weights.items():
         module, _, kind = name.rpartition(".")
         parent, _, last = module.rpartition(".")
-        fused = f"{parent}.{FUSED[last]}.{kind}" if last in FUSED else name
+        fused = f"{parent}.{FUSED_INTO[last]}.{kind}" if last in FUSED_INTO else name
         parts.setdefault(fused, []).append(weight)
     wrong = sorted(set(parts) ^ set(parameters))
     # The order within a fused matrix is vLLM's: queries, keys, values; q, k, v, then z; b, then a; gate, then up.
     order = ("q_proj", "k_proj", "v_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "gate_proj", "up_proj")
     for name in set(parts) & set(parameters):
-        members = [member for member in order if FUSED[member] == name.split(".")[-2]] if "." in name else []
-        below = [weights[name.replace(f".{FUSED[member]}.", f".{member}.")] for member in members] or parts[name]
+        members = [member for member in order if FUSED_INTO[member] == name.split(".")[-2]] if "." in name else []
+        below = [weights[name.replace(f".{FUSED_INTO[member]}.", f".{member}.")] for member in members] or parts[name]
         expected = torch.cat(below)
         # An embedding is padded to a multiple of 64 rows.
         found = parameters[name].data[: len(expected)]

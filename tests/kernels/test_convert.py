@@ -376,7 +376,7 @@ def test_a_conversion_that_is_ended_leaves_nothing(qwen3: Path, tmp_path: Path) 
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.skipif(not SMOLLM.is_dir(), reason=f"{SMOLLM} is not there: `abharness model install` makes it")
+@pytest.mark.skipif(not SMOLLM.is_dir(), reason=f"{SMOLLM} is not there: `abharness model fetch smollm2` makes it")
 def test_a_real_model_whose_width_is_no_multiple_of_128(tmp_path: Path) -> None:
     refused(SMOLLM, tmp_path / "out", says=["K is 576", "must be a multiple of 128", "--keep REGEX"])
     # The layers that fit can be converted: down_proj has K = 1536.
