@@ -12,6 +12,7 @@ import logging
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
+from pq2.errors import PathUnavailable
 from pq2.switches import Choice
 
 if TYPE_CHECKING:
@@ -89,9 +90,15 @@ def legacy_tile(m: int) -> Tile:
 
 
 def path_for(choice: Choice, m: int) -> str:
-    """The path of a product with m rows of activations."""
+    """The kernels' path of a product with m rows of activations.
+
+    Raises:
+        PathUnavailable: The set `reference` runs no kernels.
+    """
     if choice.kernel_set == "reference":
-        return "reference"
+        raise PathUnavailable(
+            "the kernel set reference runs no kernels: its products go through pq2.ops.reference_linear"
+        )
     return "single" if m == 1 and choice.on("single") else "legacy"
 
 
@@ -109,6 +116,9 @@ def matmul(
 
     Returns:
         [M, N] in the dtype of x.
+
+    Raises:
+        PathUnavailable: The set `reference`, or a rotation that the kernels do not have.
     """
     import torch
 
@@ -118,11 +128,11 @@ def matmul(
 
     m, _ = x.shape
     n, k = weight.shape
+    path = path_for(choice, m)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
         return out
     quantized = quantize_rows(x, "planes", signs, rotation)
-    path = path_for(choice, m)
     CALLS[path] += 1
     if path == "single":
         single_path.single(quantized, weight, out, *single_launch(choice, arch_of(x.device), n, k))

@@ -212,6 +212,13 @@ def test_another_architectures_launch_table_is_told_once(monkeypatch: pytest.Mon
     assert told == ["pq2: no launch table for sm_86: `single` takes sm_90's; python -m pq2.bench --tune finds one"]
 
 
+def test_the_reference_is_not_run_by_a_kernel_under_its_name() -> None:
+    before = dict(dispatch.CALLS)
+    with pytest.raises(PathUnavailable, match="the kernel set reference runs no kernels"):
+        dispatch.matmul(torch.ones(1, 128, device=DEVICE), pq2_format.random(4, 128, DEVICE), _choice("reference"))
+    assert before == dispatch.CALLS
+
+
 def test_no_rows_are_no_launch() -> None:
     weight = pq2_format.random(7, 256, DEVICE)
     assert dispatch.matmul(torch.ones(0, 256, device=DEVICE), weight, _choice("tuned")).shape == (0, 7)
