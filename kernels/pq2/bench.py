@@ -260,17 +260,23 @@ def table_lines(results: list[dict[str, Any]], ceiling: float) -> list[str]:
     return lines
 
 
-def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m pq2.bench", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1], metavar="M", help="rows of activations (default: 1)"
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    found = argparse.ArgumentParser(
+        prog="python -m pq2.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    found.add_argument("--shape", choices=list(shapes.SHAPES), default="hybrid-27b", help="default: hybrid-27b")
+    found.add_argument("--rows", type=int, nargs="+", default=[1], metavar="M", help="rows of activations (default: 1)")
+    found.add_argument(
         "--tune", action="store_true", help="find launch configurations of `single`, and print the table"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
-    arguments = parser.parse_args()
+    found.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
+    return found
+
+
+def main() -> int:
+    """The command."""
+    arguments = parser().parse_args()
     if not torch.cuda.is_available():
         print("pq2.bench: needs a CUDA device: nothing is measured on a CPU", file=sys.stderr)
         return 2

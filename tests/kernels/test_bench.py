@@ -1,7 +1,9 @@
 """The benchmark without a GPU: it says that it needs one, and knows what a step multiplies by."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import DEVICE
@@ -14,6 +16,19 @@ def test_nothing_is_measured_on_a_cpu() -> None:
     done = subprocess.run([sys.executable, "-m", "pq2.bench"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "needs a CUDA device: nothing is measured on a CPU" in done.stderr
+
+
+def test_every_documented_command_is_one() -> None:
+    lines = [
+        line.split("python -m pq2.bench", 1)[1] for line in bench.__doc__.splitlines() if line.startswith("    python")
+    ]
+    commands = [re.split(r"\s{2,}", line)[0].split() for line in lines]
+    parsed = [vars(bench.parser().parse_args(command)) for command in commands]
+    assert parsed[0] == {"shape": "hybrid-27b", "rows": [1], "tune": False, "json": None}
+    assert parsed[1]["shape"] == "qwen3-8b"
+    assert parsed[2]["rows"] == [1, 16, 2048]
+    assert parsed[3]["tune"]
+    assert parsed[4]["json"] == Path("FILE")
 
 
 def test_a_step_is_told_with_its_floor_and_its_sum() -> None:
