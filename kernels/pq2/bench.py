@@ -3,7 +3,7 @@
     python -m pq2.bench                     the projections of a 27B decode step, M = 1: every path, and cuBLAS in bf16
     python -m pq2.bench --shape qwen3-8b    those of another shape of `pq2.generate`
     python -m pq2.bench --rows 1 16 2048    other numbers of rows
-    python -m pq2.bench --tune              launch configurations of `single` for the table of this architecture
+    python -m pq2.bench --tune              launches of `single`; --json FILE then makes a file for `tables/`
     python -m pq2.bench --json FILE         everything measured, as JSON
 
 Each path multiplies by as many copies of a weight as exceed the L2 cache several times, one after the other in one graph;
@@ -18,6 +18,7 @@ import json
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,10 +156,8 @@ def _ternary_times(
         older = dispatch.LEGACY_LAUNCH
         paths["legacy"] = lambda i: legacy_path.legacy_single(quantized, weights[i], out, *older)
         paths["single"] = lambda i: single_path.single(quantized, weights[i], out, *launch)
-    rows = min(n, 512)  # the reference need not multiply by a whole head
-    last = weights[-1]
-    part = pq2_format.Prepared(last.data, last.codes[:rows], last.scales[:rows])
-    wanted = reference.matmul_quantized(_natural(quantized), part)
+    rows = min(n, 512)
+    wanted = reference.matmul_quantized(_natural(quantized), _rows_of(weights[-1], rows))
     errors = {}
     for name, call in paths.items():
         out.fill_(torch.nan)
@@ -203,8 +202,14 @@ def measure_small(projection: Projection, m: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def with_default(best: dict[str, list[int]]) -> dict[str, list[int]]:
+    """A table of launches with the default, for shapes that it does not have: the launch that is best most often."""
+    counts = Counter(map(tuple, best.values()))
+    return {"default": list(counts.most_common(1)[0][0]), **best}
+
+
 def tune() -> dict[str, list[int]]:
-    """The fastest launch of `single` for each projection of the tuned shapes."""
+    """The table of launches of `single`: the fastest for each projection of the tuned shapes."""
     best = {}
     ternary = [one for shape in TUNED_SHAPES for one in projections(shape) if one.converted]
     for n, k in dict.fromkeys((one.n, one.k) for one in ternary):
@@ -213,7 +218,7 @@ def tune() -> dict[str, list[int]]:
         best[f"{n}x{k}"] = list(ranking[0])
         told = ", ".join(f"{launch} {times[launch] * 1e6:.2f}" for launch in ranking[:4])
         print(f"{n}x{k}: {told} us; slowest {times[ranking[-1]] * 1e6:.2f}", flush=True)
-    return best
+    return with_default(best)
 
 
 def _launch_times(n: int, k: int) -> dict[tuple[int, int, int], float]:

@@ -1,4 +1,4 @@
-"""A Hugging Face directory or a GGUF file -> config, tensors by their Hugging Face names, tokenizer; shards.
+"""A Hugging Face directory or a GGUF file -> config, tensors by their names, tokenizer; and the files of a PQ2 directory.
 
 Tensors are read one at a time and written shard by shard, so that a large model needs little memory.
 """
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pq2.errors import FormatError
+from pq2.format import GROUP
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -195,6 +196,21 @@ class Writer:
 
     def _part(self, index: int) -> Path:
         return self.directory / f"part-{index}.safetensors"
+
+
+def quantization_config(kept: Iterable[str], rotation_block: int | None) -> dict[str, Any]:
+    """What config.json of a PQ2 model says; `layers.Pq2Config` reads it.
+
+    Args:
+        kept: Modules whose weights are ordinary tensors.
+        rotation_block: Size of the rotation; None is none.
+    """
+    return {
+        "quant_method": "pq2",
+        "group_size": GROUP,
+        "rotation_block": rotation_block,
+        "modules_to_not_convert": list(kept),
+    }
 
 
 def copy_beside(directory: Path, target: Path) -> list[str]:

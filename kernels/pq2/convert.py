@@ -27,10 +27,20 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pq2.checkpoints import FLOATS, HfSource, Info, Source, Writer, copy_beside, is_tokenizer, write_json
+from pq2.checkpoints import (
+    FLOATS,
+    HfSource,
+    Info,
+    Source,
+    Writer,
+    copy_beside,
+    is_tokenizer,
+    quantization_config,
+    write_json,
+)
 from pq2.errors import FormatError, PathUnavailable, Pq2Error
 from pq2.format import BLOCK_BYTES, GROUP, block_rows, pack, ternarize
-from pq2.quantize import rotate
+from pq2.quantize import random_signs, rotate
 from pq2.selection import HEAD, Selection, Wishes, check_fused, check_groups, fused_with, last, select
 
 CHUNK = 1 << 24
@@ -56,12 +66,6 @@ class Summary:
     files: int = 0
     errors: dict[str, tuple[int, float, float]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-
-def draw_signs(k: int, seed: int) -> torch.Tensor:
-    """Random signs, int8 [K]: of the input's width and the seed alone, so that fused layers have equal ones."""
-    generator = torch.Generator().manual_seed((k << 32) + seed)
-    return torch.randint(0, 2, (k,), dtype=torch.int8, generator=generator) * 2 - 1
 
 
 def to_blocks(
@@ -163,12 +167,7 @@ def convert(source: Source, target: Path, arguments: argparse.Namespace) -> Summ
                 writer.add(name, _kept(source, name))
         summary.files = writer.finish()
         summary.after = writer.total
-        quantization = {
-            "quant_method": "pq2",
-            "group_size": GROUP,
-            "rotation_block": block,
-            "modules_to_not_convert": list(selection.kept),
-        }
+        quantization = quantization_config(selection.kept, block)
         write_json(partial / "config.json", source.config | {"quantization_config": quantization})
     return summary
 
@@ -214,7 +213,8 @@ def _signs(
         return {}
     if source.blocks:
         return read_signs(arguments.signs, selection.converted)
-    widths = {k: draw_signs(k, arguments.seed) for _, k in selection.converted.values()}
+    # Of the input's width and the seed alone, so that fused layers have equal ones.
+    widths = {k: random_signs(k, (k << 32) + arguments.seed) for _, k in selection.converted.values()}
     return {module: widths[k].clone() for module, (_, k) in selection.converted.items()}
 
 

@@ -12,7 +12,7 @@ Without weights the directory is for `--load-format dummy`. The disk layout:
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import shutil
 import sys
 import zlib
@@ -24,11 +24,12 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pq2 import format as pq2_format
+from pq2.checkpoints import Writer, quantization_config
 from pq2.errors import Pq2Error
+from pq2.quantize import random_signs
 from pq2.shapes import (
     ROTATION,
     SHAPES,
@@ -37,7 +38,6 @@ from pq2.shapes import (
     make_config,
     matrices,
     meta_model,
-    quantization_config,
     summary,
 )
 
@@ -109,7 +109,8 @@ def entries(model: Any, found: Sequence[Matrix], seed: int, *, rotated: bool) ->
         yield Entry(name, matrix.weight_bytes, _Random(matrix.n, matrix.k, _seed(seed, name)))
         if rotated:
             # Modules that are fused read the same activations, rotated once.
-            yield Entry(f"{matrix.name}.signs", matrix.k, _Signs(matrix.k, _seed(seed, f"{matrix.fused}.signs")))
+            signs = functools.partial(random_signs, matrix.k, _seed(seed, f"{matrix.fused}.signs"))
+            yield Entry(f"{matrix.name}.signs", matrix.k, signs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +121,6 @@ class _Random:
 
     def __call__(self) -> torch.Tensor:
         return pq2_format.to_blocks(pq2_format.random(self.n, self.k, seed=self.seed))
-
-
-@dataclass(frozen=True, slots=True)
-class _Signs:
-    k: int
-    seed: int
-
-    def __call__(self) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(0, 2, (self.k,), dtype=torch.int8, generator=generator) * 2 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,34 +143,15 @@ class _Fresh:
 
 
 def write_weights(planned: Sequence[Entry], folder: Path) -> None:
-    """Write tensors shard by shard, with an index; one shard is in memory at a time.
+    """Write tensors shard by shard; one shard is in memory at a time.
 
     Raises:
-        GenerateError: The disk is full, or does not take the files.
+        OSError, SafetensorError: The disk is full, or does not take the files.
     """
-    shards = _shards(planned)
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        try:
-            save_file({entry.name: entry.make() for entry in shard}, folder / file, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            raise GenerateError(f"{folder / file} cannot be written: {error}") from error
-        places |= {entry.name: file for entry in shard}
-    index = {"metadata": {"total_size": sum(entry.size for entry in planned)}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _shards(planned: Sequence[Entry]) -> list[list[Entry]]:
-    shards: list[list[Entry]] = []
-    filled = 0
+    writer = Writer(folder, SHARD_BYTES)
     for entry in planned:
-        if not shards or filled + entry.size > SHARD_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(entry)
-        filled += entry.size
-    return shards
+        writer.add(entry.name, entry.make())
+    writer.finish()
 
 
 def _seed(seed: int, name: str) -> int:
@@ -239,7 +211,8 @@ def generate(
     if rotated:
         check_rotation(name, found)
     if not bf16:
-        config.quantization_config = quantization_config(found, ROTATION if rotated else None)
+        kept = [matrix.name for matrix in found if not matrix.converted]
+        config.quantization_config = quantization_config(kept, ROTATION if rotated else None)
     planned = list(entries(model, found, seed, rotated=rotated))
     size = sum(entry.size for entry in planned)
     partial = target.with_name(f"{target.name}.partial")
@@ -258,7 +231,7 @@ def generate(
         if weights:
             write_weights(planned, partial)
         partial.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise GenerateError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

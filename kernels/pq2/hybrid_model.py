@@ -15,11 +15,10 @@ from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForCon
 from vllm.model_executor.models.utils import maybe_prefix
 
 from pq2.errors import FormatError
+from pq2.layers import NAME
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-QUANTIZATION = "pq2"
 
 
 class PQ2Qwen3_5ForCausalLM(Qwen3_5ForCausalLM, IsHybrid):  # noqa: N801 -- vLLM's name, prefixed
@@ -38,7 +37,7 @@ class PQ2Qwen3_5ForCausalLM(Qwen3_5ForCausalLM, IsHybrid):  # noqa: N801 -- vLLM
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if self.quant_config is None or self.quant_config.get_name() != QUANTIZATION:
+        if self.quant_config is None or self.quant_config.get_name() != NAME:
             return
         embedding = VocabParallelEmbedding(
             self.config.vocab_size,

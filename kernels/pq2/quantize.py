@@ -116,6 +116,12 @@ def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
     return (y.reshape(-1, block) * block**-0.5).reshape(shape)
 
 
+def random_signs(k: int, seed: int) -> torch.Tensor:
+    """Signs for a rotation, int8 [K] of +1 and -1; of the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (k,), dtype=torch.int8, generator=generator) * 2 - 1
+
+
 def rotate(x: torch.Tensor, signs: torch.Tensor, block: int) -> torch.Tensor:
     """Signs first, then the transform: what a layer's input goes through before it is quantised. Same dtype as x.
 

@@ -159,16 +159,6 @@ def matrices(model: nn.Module, *, bf16: bool = False) -> list[Matrix]:
     return found
 
 
-def quantization_config(found: Sequence[Matrix], rotation_block: int | None) -> dict[str, Any]:
-    """What config.json says of the quantisation."""
-    return {
-        "quant_method": "pq2",
-        "group_size": pq2_format.GROUP,
-        "rotation_block": rotation_block,
-        "modules_to_not_convert": [matrix.name for matrix in found if not matrix.converted],
-    }
-
-
 def make_config(name: str, tokenizer: Any) -> Any:
     """The config of a shape, without its quantisation.
 

@@ -31,6 +31,11 @@ def test_every_documented_command_is_one() -> None:
     assert parsed[4]["json"] == Path("FILE")
 
 
+def test_shapes_that_were_not_tuned_get_what_is_best_most_often() -> None:
+    best = {"1x128": [4, 32, 1], "2x128": [8, 8, 1], "3x128": [8, 8, 1]}
+    assert bench.with_default(best) == {"default": [8, 8, 1], **best}
+
+
 def test_a_step_is_told_with_its_floor_and_its_sum() -> None:
     rows = [
         {"n": 16384, "k": 5120, "count": 48, "m": 1, "bytes": 4_000_000, "s": {"legacy": 20e-6, "single": 10e-6}},
