@@ -106,21 +106,16 @@ def entries(model: Any, found: Sequence[Matrix], seed: int, *, rotated: bool) ->
         if matrix is None:
             yield Entry(name, parameter.numel() * parameter.element_size(), _Fresh(model, name, _seed(seed, name)))
             continue
-        yield Entry(name, matrix.weight_bytes, _Random(matrix.n, matrix.k, _seed(seed, name)))
+        blocks = functools.partial(_random_blocks, matrix.n, matrix.k, _seed(seed, name))
+        yield Entry(name, matrix.weight_bytes, blocks)
         if rotated:
             # Modules that are fused read the same activations, rotated once.
             signs = functools.partial(random_signs, matrix.k, _seed(seed, f"{matrix.fused}.signs"))
             yield Entry(f"{matrix.name}.signs", matrix.k, signs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Random:
-    n: int
-    k: int
-    seed: int
-
-    def __call__(self) -> torch.Tensor:
-        return pq2_format.to_blocks(pq2_format.random(self.n, self.k, seed=self.seed))
+def _random_blocks(n: int, k: int, seed: int) -> torch.Tensor:
+    return pq2_format.to_blocks(pq2_format.random(n, k, seed=seed))
 
 
 @dataclass(frozen=True, slots=True)

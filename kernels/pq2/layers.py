@@ -227,7 +227,7 @@ class _Weight:
 
         return load
 
-    def _prepare(self, layer: Module) -> None:
+    def process_weights_after_loading(self, layer: Module) -> None:
         """Put the loaded blocks in the prepared layout, in place; draw them first where weights are made up.
 
         Raises:
@@ -260,7 +260,8 @@ class _Weight:
         else:
             dispatch.warm_up(prepared, layer.pq2_dtype, self.config.choice, layer.signs, self.rotation)
 
-    def _multiply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Activations [..., K] -> [..., N]: of a head, hidden states -> logits."""
         rows = x.reshape(-1, x.shape[-1])
         if self.config.choice.kernel_set == "reference":
             out = torch.ops.pq2.reference_linear(rows, layer.pq2_dense, layer.signs, self.rotation)
@@ -297,14 +298,6 @@ class Pq2LinearMethod(_Weight, LinearMethodBase):
         layer.register_parameter("weight", weight)
         set_weight_attrs(weight, extra_weight_attrs)
 
-    def process_weights_after_loading(self, layer: Module) -> None:
-        """Blocks to the prepared layout."""
-        self._prepare(layer)
-
-    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Activations [..., K] -> [..., N]."""
-        return self._multiply(layer, x, bias)
-
 
 class Pq2EmbeddingMethod(_Weight, QuantizeMethodBase):
     """A ternary token embedding or head."""
@@ -326,14 +319,6 @@ class Pq2EmbeddingMethod(_Weight, QuantizeMethodBase):
         loader = _once(layer, extra_weight_attrs.pop("weight_loader"))
         set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": loader, **extra_weight_attrs})
         layer.register_parameter("weight", weight)
-
-    def process_weights_after_loading(self, layer: Module) -> None:
-        """Blocks to the prepared layout."""
-        self._prepare(layer)
-
-    def apply(self, layer: Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The head: hidden states [..., K] -> logits [..., N]."""
-        return self._multiply(layer, x, bias)
 
     def embedding(self, layer: Module, input_: torch.Tensor) -> torch.Tensor:
         """Token ids [...] -> rows [..., K]."""
