@@ -1,4 +1,4 @@
-"""The quantising kernel: bf16, fp16 or fp32 rows [M, K] -> `quantize.Quantized`, rotated first where asked.
+"""The quantising kernel: bf16, fp16 or fp32 rows [M, K] -> `quantize.Quantized` or `Fragments`, rotated first where asked.
 
 Reference: `quantize.quantize` (without a rotation bit for bit); test: tests/kernels/test_paths.py.
 """
@@ -8,15 +8,18 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pq2.errors import FormatError, PathUnavailable
+from pq2 import quantize
+from pq2.errors import PathUnavailable
 from pq2.format import GROUP, groups
 from pq2.intrinsics import round_half_even
-from pq2.quantize import Order, Quantized, check_rotation
+from pq2.quantize import Fragments, Quantized, check_rotation
 
 ROTATIONS = (256, 512, 1024, 2048, 4096)
 """Rotation blocks the kernel has: products of two factors of 16 to 64, which is what its two matrix products need."""
 GROUPS_PER_PROGRAM = 8
+START_BITS = tl.constexpr(quantize.START_BITS)
 
 
 @triton.jit
@@ -33,9 +36,15 @@ def sylvester(size: tl.constexpr):
 @triton.jit
 def pq2_quantize_kernel(
     x_ptr, signs_ptr, q_ptr, scales_ptr, sums_ptr, stride_x, K,
-    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, FRAGMENTS: tl.constexpr,
+    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program quantises GROUPS groups of a row; LEFT * RIGHT is the rotation block they make up, LEFT 0 is none."""
+    """One program quantises GROUPS groups of a row; LEFT * RIGHT is the rotation block they make up, LEFT 0 is none.
+
+    TOKENS 0 stores rows in the order `planes`; 8 or 16, `Fragments` tiled for so many: scales_ptr is their meta then.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     m = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUPS
     count = K // 128
@@ -61,47 +70,77 @@ def pq2_quantize_kernel(
     q = tl.where(q == q, tl.minimum(tl.maximum(q, -127.0), 127.0), 0.0).to(tl.int32)
     group = first + tl.arange(0, GROUPS)
     inside = group < count
-    tl.store(scales_ptr + m * count + group, scale, mask=inside)
-    tl.store(sums_ptr + m * count + group, tl.sum(q, axis=1), mask=inside)
     j = tl.arange(0, 128)
-    slot = j // 4
-    if FRAGMENTS:
-        slot = 4 * (slot // 8) + slot % 8 + tl.where(slot % 8 < 4, 0, 12)
-    place = (j % 4) * 32 + slot
-    tl.store(q_ptr + m * K + group[:, None] * 128 + place[None, :], q.to(tl.int8), mask=inside[:, None])
+    if TOKENS:
+        meta = (group * TOKENS + m) * 2
+        tl.store(scales_ptr + meta, scale.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(scales_ptr + meta + 1, START_BITS - tl.sum(q, axis=1), mask=inside)
+        byte = j // 4
+        place = (j % 4) // 2 * (TOKENS * 64) + byte // 8 * 16 + j % 2 * 8 + byte % 8
+        at = group[:, None] * (TOKENS * 128) + m * 64 + place[None, :]
+    else:
+        tl.store(scales_ptr + m * count + group, scale, mask=inside)
+        tl.store(sums_ptr + m * count + group, tl.sum(q, axis=1), mask=inside)
+        at = m * K + group[:, None] * 128 + ((j % 4) * 32 + j // 4)[None, :]
+    tl.store(q_ptr + at, q.to(tl.int8), mask=inside[:, None])
 
 
-def quantize_rows(x: torch.Tensor, order: Order, signs: torch.Tensor | None = None, rotation: int = 0) -> Quantized:
-    """Quantise activations on the GPU.
+def quantize_rows(
+    x: torch.Tensor, signs: torch.Tensor | None = None, rotation: int = 0, pdl: bool = False
+) -> Quantized:
+    """Quantise activations on the GPU, in the order `planes`.
 
     Args:
         x: bf16, fp16 or fp32 [M, K], rows contiguous; K a multiple of 128.
-        order: `planes` or `fragments`.
         signs: int8 [K] of +1 and -1, for a rotation.
         rotation: Its block size; 0 is none.
+        pdl: Programmatic dependent launch, which sm_90 has.
 
     Raises:
-        FormatError: K or the rotation does not fit, or another order.
+        FormatError: K or the rotation does not fit.
         PathUnavailable: A rotation block that the kernel does not have.
     """
-    if order not in ("planes", "fragments"):
-        raise FormatError(f"order {order!r}: the quantising kernel has planes and fragments")
     m, k = x.shape
     count = groups(k)
-    device = x.device
     quantized = Quantized(
-        torch.empty(m, k, dtype=torch.int8, device=device),
-        torch.empty(m, count, dtype=torch.float32, device=device),
-        torch.empty(m, count, dtype=torch.int32, device=device),
+        torch.empty(m, k, dtype=torch.int8, device=x.device),
+        torch.empty(m, count, dtype=torch.float32, device=x.device),
+        torch.empty(m, count, dtype=torch.int32, device=x.device),
     )
+    _launch(x, signs, rotation, quantized, 0, pdl)
+    return quantized
+
+
+def quantize_fragments(
+    x: torch.Tensor, tokens: int, signs: torch.Tensor | None = None, rotation: int = 0, pdl: bool = False
+) -> Fragments:
+    """Quantise at most `tokens` (8 or 16) rows for the kernels on tensor cores; otherwise as `quantize_rows`."""
+    _, k = x.shape
+    count = groups(k)
+    found = Fragments(
+        torch.empty(count, 2, tokens, 64, dtype=torch.int8, device=x.device),
+        torch.empty(count, tokens, 2, dtype=torch.int32, device=x.device),
+    )
+    _launch(x, signs, rotation, (*found, found.meta), tokens, pdl)
+    return found
+
+
+def _launch(
+    x: torch.Tensor,
+    signs: torch.Tensor | None,
+    rotation: int,
+    results: tuple[torch.Tensor, ...],
+    tokens: int,
+    pdl: bool,
+) -> None:
+    m, k = x.shape
     per_program, left, right = program_blocks(k, rotation)
     if m:
-        pq2_quantize_kernel[(m, triton.cdiv(count, per_program))](
-            x, signs if signs is not None else x, *quantized, x.stride(0), k,
-            GROUPS=per_program, LEFT=left, RIGHT=right, FRAGMENTS=order == "fragments",
-            num_warps=4, enable_fp_fusion=False,
+        pq2_quantize_kernel[(m, triton.cdiv(groups(k), per_program))](
+            x, signs if signs is not None else x, *results, x.stride(0), k,
+            GROUPS=per_program, LEFT=left, RIGHT=right, TOKENS=tokens, PDL=pdl,
+            num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
         )  # fmt: skip
-    return quantized
 
 
 def program_blocks(k: int, rotation: int) -> tuple[int, int, int]:

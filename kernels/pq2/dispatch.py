@@ -1,38 +1,31 @@
 """(shape, rows, switches) -> the path that runs and its launch configuration; and the counters that prove it was called.
 
-Configurations are data: `tables/*.json`, one file a GPU architecture, made by `python -m pq2.bench --tune`. A shape that a
-table does not have takes the table's default; an architecture without a table takes sm_90's, and the log says so.
+Configurations are data (`launches.py`): the first entry of a table that is switched on and takes the shape is run, and
+`legacy` where there is none.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
-from importlib import resources
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pq2 import launches
 from pq2.errors import PathUnavailable
+from pq2.launches import Direct, Entry, Ring, Single, SingleRing
 from pq2.switches import Choice
 
 if TYPE_CHECKING:
     import torch
 
     from pq2.format import Prepared
+    from pq2.quantize import Fragments, Quantized
 
 logger = logging.getLogger("vllm.pq2")
 
-CALLS = dict.fromkeys(("legacy", "single", "small_gemm", "dense", "reference"), 0)
+CALLS = dict.fromkeys(("legacy", "single", "direct", "ring", "small_gemm", "dense", "reference"), 0)
 """Products dispatched to each path in this process. What a CUDA graph replays is counted once, when it is captured. `dense`
 are small projections that vLLM's own product took, with more rows than `small_gemm` has."""
-
-
-class Launch(NamedTuple):
-    """A launch configuration of the one-row kernels; see `single.single`."""
-
-    block_n: int
-    block_g: int
-    num_warps: int
 
 
 class Tile(NamedTuple):
@@ -43,38 +36,19 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-LEGACY_LAUNCH = Launch(8, 8, 1)
+LEGACY_LAUNCH = Single(8, 8, 1)
 """How the older one-row kernel is launched, whatever the shape, and `single` in the set `exact`."""
-
-
-@functools.cache
-def table(arch: str) -> tuple[str, dict[str, list[int]]]:
-    """The table for an architecture (`sm_90`): its own name, and N x K -> launch of `single`."""
-    folder = resources.files("pq2") / "tables"
-    own = folder / f"{arch}.json"
-    name = arch if own.is_file() else "sm_90"
-    return name, json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["single"]
 
 
 @functools.cache
 def _tell_table(arch: str) -> None:
     """Say once that an architecture has no table of its own."""
-    name, _ = table(arch)
+    name, _ = launches.table(arch)
     if name != arch:
-        logger.warning(
-            "pq2: no launch table for %s: `single` takes %s's; python -m pq2.bench --tune finds one", arch, name
-        )
+        logger.warning("pq2: no launch table for %s: it takes %s's; python -m pq2.bench --tune makes one", arch, name)
 
 
-def single_launch(choice: Choice, arch: str, n: int, k: int) -> Launch:
-    """How `single` is launched for a weight [n, k]."""
-    if choice.kernel_set == "exact":
-        return LEGACY_LAUNCH
-    _, rows = table(arch)
-    return Launch(*rows.get(f"{n}x{k}", rows["default"]))
-
-
-WARM_ROWS = (1, 2, 17, 33, 65)
+WARM_ROWS = (1, 2, 9, 17, 33, 65)
 """Numbers of rows that between them run every path and tile."""
 
 
@@ -89,17 +63,29 @@ def legacy_tile(m: int) -> Tile:
     return Tile(128, 128, 8)
 
 
-def path_for(choice: Choice, m: int) -> str:
-    """The kernels' path of a product with m rows of activations.
+def entry_for(choice: Choice, arch: str, m: int, n: int, k: int) -> Entry | None:
+    """How m rows times a weight [n, k] are multiplied; None is `legacy`.
 
     Raises:
         PathUnavailable: The set `reference` runs no kernels.
     """
+    from pq2.intrinsics import INTERPRETED
+
     if choice.kernel_set == "reference":
         raise PathUnavailable(
             "the kernel set reference runs no kernels: its products go through pq2.ops.reference_linear"
         )
-    return "single" if m == 1 and choice.on("single") else "legacy"
+    # A path that is switched on in the set `legacy` is the one that a user would get by default.
+    kernel_set = "exact" if choice.kernel_set == "exact" else "tuned"
+    for entry in launches.candidates(arch, kernel_set, m, n, k):
+        kind = entry.kind
+        fewest, most = kind.rows
+        if not choice.on(kind.switch) or k % kind.k_multiple or not fewest <= m <= most:
+            continue
+        if kind.gluon and INTERPRETED.value:
+            continue  # only tests interpret, and they run Gluon's kernels by other means
+        return entry
+    return None
 
 
 def matmul(
@@ -109,7 +95,8 @@ def matmul(
 
     Args:
         x: bf16, fp16 or fp32 [M, K] on a CUDA device, rows contiguous.
-        weight: [N, K] on the same device.
+        weight: [N, K] on the same device. Its bytes are read before kernels that were launched earlier have ended: whoever
+            wrote them has synchronised since (`format.prepare` and `format.random` do).
         choice: The switches; not the set `reference`.
         signs: int8 [K], for a rotation.
         rotation: Its block size; 0 is none.
@@ -122,25 +109,72 @@ def matmul(
     """
     import torch
 
-    from pq2 import legacy as legacy_path
-    from pq2 import single as single_path
-    from pq2.activations import quantize_rows
-
     m, _ = x.shape
     n, k = weight.shape
-    path = path_for(choice, m)
+    arch = arch_of(x.device)
+    entry = entry_for(choice, arch, m, n, k)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m == 0:
         return out
-    quantized = quantize_rows(x, "planes", signs, rotation)
-    CALLS[path] += 1
-    if path == "single":
-        single_path.single(quantized, weight, out, *single_launch(choice, arch_of(x.device), n, k))
-    elif m == 1:
+    CALLS["legacy" if entry is None else entry.counter] += 1
+    if entry is None:
+        _legacy(x, weight, out, signs, rotation)
+    else:
+        run(entry, x, weight, out, signs, rotation)
+    return out
+
+
+def _legacy(x: torch.Tensor, weight: Prepared, out: torch.Tensor, signs: torch.Tensor | None, rotation: int) -> None:
+    from pq2 import legacy as legacy_path
+    from pq2.activations import quantize_rows
+
+    m, _ = x.shape
+    quantized = quantize_rows(x, signs, rotation)
+    if m == 1:
         legacy_path.legacy_single(quantized, weight, out, *LEGACY_LAUNCH)
     else:
         legacy_path.legacy(quantized, weight, out, *legacy_tile(m))
-    return out
+
+
+def run(
+    entry: Entry,
+    x: torch.Tensor,
+    weight: Prepared,
+    out: torch.Tensor,
+    signs: torch.Tensor | None = None,
+    rotation: int = 0,
+) -> None:
+    """Quantise x and multiply it, by one entry of a table; arguments as of `matmul`, and out [M, N], written."""
+    multiply(entry, quantized_for(entry, x, signs, rotation), x.shape[0], weight, out)
+
+
+def quantized_for(
+    entry: Entry, x: torch.Tensor, signs: torch.Tensor | None = None, rotation: int = 0
+) -> Quantized | Fragments:
+    """Activations as the path of an entry takes them."""
+    from pq2.activations import quantize_fragments, quantize_rows
+
+    pdl = dependent_launch(x.device)
+    if isinstance(entry.launch, Single | SingleRing):
+        return quantize_rows(x, signs, rotation, pdl)
+    return quantize_fragments(x, 8 if x.shape[0] <= 8 else 16, signs, rotation, pdl)
+
+
+def multiply(entry: Entry, x: Any, m: int, weight: Prepared, out: torch.Tensor) -> None:
+    """The product alone: activations of m rows, as `quantized_for` gave them, times a weight, into out."""
+    from pq2 import direct, ring, single, single_ring
+
+    launch = entry.launch
+    pdl = dependent_launch(out.device)
+    if isinstance(launch, Single):
+        single.single(x, weight, out, *launch)
+    elif isinstance(launch, SingleRing):
+        programs = launch.per_sm * multiprocessors(out.device)
+        single_ring.single_ring(x, weight, out, *launch[:-1], programs, pdl)
+    elif isinstance(launch, Direct):
+        direct.direct(x, m, weight, out, *launch, pdl)
+    elif isinstance(launch, Ring):
+        ring.ring(x, m, weight, out, *launch[:-1], launch.per_sm * multiprocessors(out.device), pdl)
 
 
 _warm: set[tuple[object, ...]] = set()
@@ -157,10 +191,10 @@ def warm_up(
 
     n, k = weight.shape
     arch = arch_of(weight.data.device)
-    if choice.on("single") and choice.kernel_set != "exact":
+    if choice.paths and choice.kernel_set != "exact":
         _tell_table(arch)
-    launch = single_launch(choice, arch, n, k)
-    key = (k, n % 16 == 0, dtype, rotation, choice.key, launch)
+    entries = tuple(entry_for(choice, arch, m, n, k) for m in WARM_ROWS)
+    key = (k, n % 16 == 0, dtype, rotation, choice.key, entries)
     if key in _warm:
         return
     calls = dict(CALLS)
@@ -179,3 +213,19 @@ def arch_of(device: torch.device) -> str:
         return "sm_90"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@functools.cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether a device has programmatic dependent launch."""
+    import torch
+
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 of the CPU's."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

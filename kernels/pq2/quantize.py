@@ -6,7 +6,9 @@ sum of q. A kernel then has dot(weights, x) = scale * d * (dot(codes, q) - T), f
 Orders of the 128 bytes of a group, chosen so that the kernel unpacks weights with a shift and a mask alone:
 
 * `planes`: weight 4 * byte + s goes to s * 32 + byte. Word w of plane s meets (code word w >> 2 s) & 0x03030303.
-* `fragments`: s * 32 + slot(byte): the order in which a lane of mma m16n8k32 holds the bytes of its fragment.
+* `fragments`: what a lane t of mma m16n8k32 holds of operand B, plane after plane. Its two words of code bytes, 8 t to
+  8 t + 7, meet bytes 4 t and 16 + 4 t of a k-step. Planes go in pairs, 64 bytes each, so that a lane has 16 bytes of a
+  pair: (s // 2) * 64 + t * 16 + (s % 2) * 8 + byte % 8. Rows are tiled as the kernels read them: `Fragments`.
 
 Some ternary models rotate activations first: x * sign, then a normalised Walsh-Hadamard transform in Sylvester's order over
 blocks along the input. The transform is its own inverse, so the embedding, whose rows are stored rotated, transforms first
@@ -39,9 +41,35 @@ class Quantized(NamedTuple):
     sums: torch.Tensor
 
 
-def slot(byte: int) -> int:
-    """Place of a code byte (0 to 31 of a group) within a plane of the `fragments` order."""
-    return 4 * (byte // 8) + byte % 8 + (0 if byte % 8 < 4 else 12)
+START = 12582912
+"""1.5 * 2^23: an integer of at most 2^22 added to it has the bits of a fp32 that is as much above this one."""
+START_BITS = 0x4B400000
+"""Its bits."""
+
+
+class Fragments(NamedTuple):
+    """A few rows of activations as the kernels on tensor cores take them.
+
+    Attributes:
+        q: int8 [K / 128, 2, tokens, 64], tokens 8 or 16, those beyond M never read: order `fragments`, a pair of planes of
+            all tokens after the other.
+        meta: int32 [K / 128, tokens, 2]: the bits of the scale, and `START_BITS` - T, where an accumulator begins.
+    """
+
+    q: torch.Tensor
+    meta: torch.Tensor
+
+
+def fragments(quantized: Quantized, tokens: int) -> Fragments:
+    """Tile what `quantize` gave in the order `fragments`: plain PyTorch, for tests; tokens beyond M are zeros."""
+    m, k = quantized.q.shape
+    count = groups(k)
+    q = quantized.q.new_zeros(count, 2, tokens, 64)
+    q[:, :, :m] = quantized.q.reshape(m, count, 2, 64).permute(1, 2, 0, 3)
+    meta = quantized.sums.new_zeros(count, tokens, 2)
+    meta[:, :m, 0] = quantized.scales.T.contiguous().view(torch.int32)
+    meta[:, :m, 1] = START_BITS - quantized.sums.T
+    return Fragments(q, meta)
 
 
 def places(order: Order) -> torch.Tensor:
@@ -58,7 +86,7 @@ def places(order: Order) -> torch.Tensor:
         return s * CODE_BYTES + byte
     if order != "fragments":
         raise FormatError(f"{order!r}: orders of a group's bytes are {', '.join(get_args(Order))}")
-    return s * CODE_BYTES + torch.tensor([slot(int(b)) for b in byte])
+    return s // 2 * 64 + byte // 8 * 16 + s % 2 * 8 + byte % 8
 
 
 def quantize(x: torch.Tensor, order: Order = "natural") -> Quantized:

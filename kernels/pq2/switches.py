@@ -4,6 +4,8 @@
 |---|---|---|
 | PQ2_KERNELS | tuned, exact, legacy, reference | tuned on CUDA, reference on a CPU |
 | PQ2_SINGLE | on, off | as the kernel set has it |
+| PQ2_SMALL | on, off | as the kernel set has it |
+| PQ2_RING | on, off | as the kernel set has it |
 | PQ2_SMALL_GEMM | on, off | as the kernel set has it |
 
 Values are exact texts; anything else raises, and so does any other PQ2_* variable: a misspelt switch must not pass for one
@@ -22,14 +24,14 @@ from pq2.errors import PathUnavailable, SwitchError
 PREFIX = "PQ2_"
 KERNELS = "PQ2_KERNELS"
 SETS = ("tuned", "exact", "legacy", "reference")
-PATHS = ("single", "small_gemm")
-"""Paths with a switch of their own; `legacy` and `reference` are what is left when they are off."""
+PATHS = ("single", "small", "ring", "small_gemm")
+"""Paths with a switch of their own; `legacy` and `reference` are what is left when they are off. `small` is `direct`."""
 VALUES = ("on", "off")
 
 IN_SET: dict[str, frozenset[str]] = {
     "tuned": frozenset(PATHS),
-    # Bit-identical to legacy: `single` then takes legacy's launch configuration, hence its order of additions.
-    "exact": frozenset({"single"}),
+    # Bit-identical to legacy: the table's entries for this set are launched so that they add in its order.
+    "exact": frozenset({"single", "small"}),
     "legacy": frozenset(),
     "reference": frozenset(),
 }

@@ -1,0 +1,10 @@
+"""Gluon's functions under one name, whatever the version of Triton (3.6 to 3.9): a kernel finds them as globals here."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon.language.nvidia.ampere import async_copy as _async_copy
+
+# Since 3.9 the former name is a function that raises, so the newer name is asked for first.
+copy_async = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
+commit_group = _async_copy.commit_group
+wait_group = _async_copy.wait_group
