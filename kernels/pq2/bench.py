@@ -1,60 +1,44 @@
-"""`python -m pq2.bench`: what a product takes, shape by shape, in a CUDA graph, with weights that no cache holds.
+"""`python -m pq2.bench`: what a product takes, shape by shape and for a whole step, with weights that no cache holds.
 
-    python -m pq2.bench                     the projections of a 27B decode step, M = 1: every path, and cuBLAS in bf16
-    python -m pq2.bench --shape qwen3-8b    those of another shape of `pq2.generate`
-    python -m pq2.bench --rows 1 16 2048    other numbers of rows
-    python -m pq2.bench --tune              launches of `single`; --json FILE then makes a file for `tables/`
-    python -m pq2.bench --json FILE         everything measured, as JSON
+    python -m pq2.bench                         the projections of a 27B decode step, a few rows and many
+    python -m pq2.bench --shape qwen3-8b        those of another shape of `pq2.generate`
+    python -m pq2.bench --rows 1 16 2048        other numbers of rows
+    python -m pq2.bench --json FILE --plot FILE everything measured, as JSON, and a roofline as SVG
 
-Each path multiplies by as many copies of a weight as exceed the L2 cache several times, one after the other in one graph;
-the graphs of all paths of a shape are replayed in turn, so that a drift of the clocks meets all of them. A time is the
-median over the replays, divided by the calls of a graph. No path is timed that does not agree with the float64 reference.
+Implementations are `pq2`, the tuned set; `pq2-legacy`, the older kernels; and `cublas-bf16`. All are timed in one run, in
+CUDA graphs (`timing.py`), on activations that are quantised already; `pq2+quantise` is the tuned set with quantising. A
+step is one graph of all its products, in turn. No path is timed that does not agree with the float64 reference.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import math
 import statistics
 import sys
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pq2 import dispatch, reference, shapes, small_gemm, switches
+from pq2 import dispatch, launches, reference, shapes, small_gemm, switches, timing
 from pq2 import format as pq2_format
 from pq2 import legacy as legacy_path
-from pq2 import single as single_path
 from pq2.activations import quantize_rows
 from pq2.generate import byte_tokenizer
-from pq2.quantize import Quantized, dequantize
+from pq2.quantize import quantize
 from pq2.shapes import Projection
+from pq2.timing import Call
 
-CACHE_BYTES = 240_000_000
-"""Weights of a graph together: four times the 60 MB L2 cache of an H200."""
-MOST_COPIES = 64
-REPLAYS = 15
-TOLERANCE = 1e-2
-"""Relative error allowed to a path with bf16 results: their rounding is 2e-3."""
-TUNE = [
-    (block_n, block_g, warps)
-    for block_n in (1, 2, 4, 8, 16, 32)
-    for block_g in (4, 8, 16, 32)
-    for warps in (1, 2, 4, 8)
-    if block_n * block_g * 8 // (warps * 32 * 4) in (1, 2, 4, 8)
-]
-"""Launches tried: 1 to 8 loads of 16 bytes a thread."""
-
-Call = Callable[[int], object]
-
-
-TUNED_SHAPES = ("hybrid-27b", "hybrid-8b", "qwen3-8b")
-"""Whose projections the tables have."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+FEW = 16
+"""Rows up to here are decoding: a step's time is told; beyond it is the arithmetic."""
+LAUNCHES = 300
+LONG = 512
+"""From so many rows on, graphs are short: a product is long enough."""
 
 
 def projections(shape: str) -> list[Projection]:
@@ -63,206 +47,227 @@ def projections(shape: str) -> list[Projection]:
     return shapes.projections(shapes.matrices(shapes.meta_model(config)))
 
 
-def graph_times(calls: dict[str, tuple[Call, int]], replays: int = REPLAYS) -> dict[str, list[float]]:
-    """Time calls by replaying one CUDA graph a name, the names in turn.
-
-    Args:
-        calls: Name -> a function of the copy's number, and the number of copies.
-        replays: Of each graph.
-
-    Returns:
-        Name -> seconds a call, one for each replay.
-    """
-    graphs = {}
-    for name, (call, copies) in calls.items():
-        call(0)  # compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for copy in range(copies):
-                call(copy)
-        graphs[name] = graph
-        graph.replay()
-    torch.cuda.synchronize()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(replays):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e-3 / calls[name][1])
-    return times
+def in_turn(step: Sequence[Projection]) -> list[int]:
+    """The order of a step: indices of projections, each as often as a step has it, spread evenly."""
+    places = [((i + 0.5) / one.count, number) for number, one in enumerate(step) for i in range(one.count)]
+    return [number for _, number in sorted(places)]
 
 
-def copies_of(nbytes: int) -> int:
-    """Copies of a weight that together exceed the cache."""
-    return max(2, min(MOST_COPIES, math.ceil(CACHE_BYTES / nbytes)))
+class Product:
+    """A projection's weights and activations, and the calls that multiply them."""
+
+    def __init__(self, projection: Projection, m: int, arch: str) -> None:
+        self.n, self.k, self.m, self.count = projection.n, projection.k, m, projection.count
+        self.bytes = self.n * pq2_format.block_rows(self.k)
+        self.weights = timing.weights(self.n, self.k)
+        self.dense = [
+            torch.randn(self.n, self.k, dtype=torch.bfloat16, device="cuda")
+            for _ in range(timing.copies_of(self.n * self.k * 2))
+        ]
+        self.x = torch.randn(m, self.k, dtype=torch.bfloat16, device="cuda")
+        self.out = torch.empty(m, self.n, dtype=torch.bfloat16, device="cuda")
+        self.entry = dispatch.entry_for(switches.resolve({}, "cuda"), arch, m, self.n, self.k)
+        self.planes = quantize_rows(self.x)
+        self.quantized = dispatch.quantized_for(self.entry, self.x) if self.entry else self.planes
+
+    def _legacy(self, copy: int) -> None:
+        weight = self.weights[copy]
+        if self.m == 1:
+            legacy_path.legacy_single(self.planes, weight, self.out, *dispatch.LEGACY_LAUNCH)
+        else:
+            legacy_path.legacy(self.planes, weight, self.out, *dispatch.legacy_tile(self.m))
+
+    def _tuned(self, copy: int) -> None:
+        if self.entry is None:
+            self._legacy(copy)
+        else:
+            dispatch.multiply(self.entry, self.quantized, self.m, self.weights[copy], self.out)
+
+    def _whole(self, copy: int) -> None:
+        if self.entry is None:
+            quantize_rows(self.x)
+            self._legacy(copy)
+        else:
+            dispatch.run(self.entry, self.x, self.weights[copy], self.out)
+
+    def calls(self) -> dict[str, tuple[Call, int]]:
+        """Name -> a call on a copy, and the number of copies."""
+        copies = len(self.weights)
+        return {
+            "pq2": (self._tuned, copies),
+            "pq2-legacy": (self._legacy, copies),
+            "pq2+quantise": (self._whole, copies),
+            "cublas-bf16": (lambda copy: torch.nn.functional.linear(self.x, self.dense[copy]), len(self.dense)),
+        }
+
+    def errors(self) -> dict[str, float]:
+        """The relative error of each implementation; of cuBLAS against its own operands."""
+        last = len(self.weights) - 1
+        product = timing.wanted(quantize(self.x), self.weights[last])
+        found = {}
+        for name, call in (("pq2", self._tuned), ("pq2-legacy", self._legacy), ("pq2+quantise", self._whole)):
+            label = f"{name} {self.n}x{self.k} M={self.m}"
+            found[name] = timing.relative_error(label, functools.partial(call, last), self.out, product)
+        rows = slice(0, timing.REFERENCE_ROWS)
+        dense = self.x.double() @ self.dense[0][rows].double().T
+        got = torch.nn.functional.linear(self.x, self.dense[0])[:, rows]
+        found["cublas-bf16"] = float((got.double() - dense).norm() / dense.norm())
+        return found
+
+    def measure(self) -> list[dict[str, Any]]:
+        """A row of the results for each implementation."""
+        errors = self.errors()
+        times = timing.medians(timing.graph_times(self.calls(), least=timing.CALLS if self.m < LONG else 4))
+        return [
+            {
+                "impl": name, "n": self.n, "k": self.k, "m": self.m, "us": seconds * 1e6,
+                "tb_s": (self.bytes if name.startswith("pq2") else 2 * self.n * self.k) / seconds / 1e12,
+                "rel_err": errors[name], "path": self._path(name),
+            }
+            for name, seconds in times.items()
+        ]  # fmt: skip
+
+    def _path(self, name: str) -> str | None:
+        if name not in ("pq2", "pq2+quantise"):
+            return None
+        return "legacy" if self.entry is None else f"{self.entry.path}{tuple(self.entry.launch)}"
 
 
-def bandwidth() -> float:
-    """A kernel that reads and writes 2 GB each, bytes per second: the ceiling of everything bound by memory."""
-    source = torch.randn(500_000_000, device="cuda")
-    target = torch.empty_like(source)
-    times = graph_times({"negate": (lambda _: torch.neg(source, out=target), 2)})["negate"]
-    return float(2 * source.nbytes / statistics.median(times))
+def step_times(products: Sequence[Product], step: Sequence[Projection]) -> dict[str, float]:
+    """Seconds of a whole step, one graph an implementation: every product as often as the step has it."""
+    order = in_turn(step)
+    calls = [product.calls() for product in products]
+
+    def whole(name: str) -> Call:
+        def run(_: int) -> None:
+            used = [0] * len(calls)
+            for number in order:
+                call, copies = calls[number][name]
+                call(used[number] % copies)
+                used[number] += 1
+
+        return run
+
+    return timing.medians(timing.graph_times({name: (whole(name), 1) for name in calls[0]}, least=1))
 
 
-def check(name: str, got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The relative error of a result.
-
-    Raises:
-        SystemExit: It is too large, or NaN.
-    """
-    error = float((got.double() - wanted).norm() / wanted.norm())
-    if not error < TOLERANCE:
-        raise SystemExit(f"pq2.bench: {name} is off by {error:.2e} against the float64 reference: not timed")
-    return error
-
-
-def _rows_of(weight: pq2_format.Prepared, rows: int) -> pq2_format.Prepared:
-    """The first rows, for a reference that need not multiply by a whole head."""
-    return pq2_format.Prepared(weight.data, weight.codes[:rows], weight.scales[:rows])
-
-
-def measure(projection: Projection, m: int, arch: str) -> dict[str, Any]:
-    """Times of all paths for a projection and a number of rows; seconds."""
-    n, k = projection.n, projection.k
-    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-    launch = dispatch.single_launch(switches.resolve({}, "cuda"), arch, n, k)
-    times, errors = _ternary_times(x, n, k, launch)
-    times |= _dense_times(x, n, k)
-    return {
-        "n": n, "k": k, "count": projection.count, "m": m, "bytes": n * pq2_format.block_rows(k), "launch": list(launch),
-        "error": errors, "s": {name: statistics.median(values) for name, values in times.items()},
-        "spread": {name: [min(values), max(values)] for name, values in times.items()},
-    }  # fmt: skip
-
-
-def _ternary_times(
-    x: torch.Tensor, n: int, k: int, launch: dispatch.Launch
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Times of the paths and of quantising x, and the paths' relative errors."""
-    m = x.shape[0]
-    copies = copies_of(n * pq2_format.block_rows(k))
-    weights = [pq2_format.random(n, k, "cuda", seed=copy) for copy in range(copies)]
-    quantized = quantize_rows(x, "planes")
-    out = torch.empty((m, n), dtype=torch.bfloat16, device="cuda")
-    paths: dict[str, Call] = {
-        "legacy": lambda i: legacy_path.legacy(quantized, weights[i], out, *dispatch.legacy_tile(m))
-    }
-    if m == 1:
-        older = dispatch.LEGACY_LAUNCH
-        paths["legacy"] = lambda i: legacy_path.legacy_single(quantized, weights[i], out, *older)
-        paths["single"] = lambda i: single_path.single(quantized, weights[i], out, *launch)
-    rows = min(n, 512)
-    wanted = reference.matmul_quantized(_natural(quantized), _rows_of(weights[-1], rows))
-    errors = {}
-    for name, call in paths.items():
-        out.fill_(torch.nan)
-        call(copies - 1)
-        if bool(out.isnan().any()):
-            raise SystemExit(f"pq2.bench: {name} left outputs of a [{n}, {k}] product unwritten")
-        errors[name] = check(f"{name} {n}x{k} M={m}", out[:, :rows], wanted)
-    timed = {name: (call, copies) for name, call in paths.items()}
-    return graph_times(timed | {"quantize": (lambda _: quantize_rows(x, "planes"), 32)}), errors
-
-
-def _dense_times(x: torch.Tensor, n: int, k: int) -> dict[str, list[float]]:
-    """Times of the same product in bf16."""
-    weights = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(copies_of(n * k * 2))]
-    return graph_times({"cublas bf16": (lambda i: torch.nn.functional.linear(x, weights[i]), len(weights))})
-
-
-def _natural(quantized: Quantized) -> Quantized:
-    """Planes order back to natural order; the integers stay what they are."""
-    ones = Quantized(quantized.q, torch.ones_like(quantized.scales), quantized.sums)
-    return Quantized(dequantize(ones, "planes", torch.float32).to(torch.int8), quantized.scales, quantized.sums)
+def launch_times(product: Product) -> dict[str, float]:
+    """Seconds of the CPU that a call takes, without a graph: the median of many, the GPU never far behind."""
+    found = {}
+    for name, (call, copies) in product.calls().items():
+        taken = []
+        for number in range(LAUNCHES):
+            begin = time.perf_counter()
+            call(number % copies)
+            taken.append(time.perf_counter() - begin)
+            if number % 20 == 19:
+                torch.cuda.synchronize()
+        found[name] = statistics.median(taken)
+    return found
 
 
 def measure_small(projection: Projection, m: int) -> dict[str, Any]:
-    """Times of a small unquantised projection: split-K in several pieces, and vLLM's own product; seconds."""
+    """Times of a small unquantised projection: split-K in several pieces, and vLLM's own product; microseconds."""
     n, k = projection.n, projection.k
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-    weights = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(MOST_COPIES)]
+    weights = [torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for _ in range(timing.MOST_COPIES)]
     arrived = small_gemm.counters(n, x.device)
     got = small_gemm.small_gemm(x, weights[0], arrived, None, small_gemm.PIECES)
-    error = check(f"small_gemm M={m}", got, reference.small_gemm(x, weights[0]))
+    wanted = reference.small_gemm(x, weights[0])
+    error = float((got.double() - wanted).norm() / wanted.norm())
 
     def call_of(pieces: int) -> Call:
         return lambda copy: small_gemm.small_gemm(x, weights[copy], arrived, None, pieces)
 
-    calls = {f"small_gemm {pieces}": (call_of(pieces), MOST_COPIES) for pieces in (5, 10, 20, 40)}
-    calls["cublas bf16"] = (lambda copy: torch.nn.functional.linear(x, weights[copy]), MOST_COPIES)
-    times = graph_times(calls)
+    calls = {f"small_gemm {pieces}": (call_of(pieces), timing.MOST_COPIES) for pieces in (5, 10, 20, 40)}
+    calls["cublas-bf16"] = (lambda copy: torch.nn.functional.linear(x, weights[copy]), timing.MOST_COPIES)
+    times = timing.medians(timing.graph_times(calls))
     return {
-        "n": n, "k": k, "count": projection.count, "m": m, "error": error,
-        "s": {name: statistics.median(values) for name, values in times.items()},
+        "n": n, "k": k, "count": projection.count, "m": m, "rel_err": error,
+        "us": {name: seconds * 1e6 for name, seconds in times.items()},
     }  # fmt: skip
 
 
-def with_default(best: dict[str, list[int]]) -> dict[str, list[int]]:
-    """A table of launches with the default, for shapes that it does not have: the launch that is best most often."""
-    counts = Counter(map(tuple, best.values()))
-    return {"default": list(counts.most_common(1)[0][0]), **best}
+def measure(shape: str, rows: Sequence[int], arch: str) -> dict[str, Any]:
+    """Everything, for the projections of a shape and some numbers of rows."""
+    ceiling = timing.bandwidth()
+    everything = projections(shape)
+    step = [one for one in everything if one.converted]
+    found: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "arch": arch, "shape": shape,
+        "table": launches.table(arch)[0], "copy_tb_s": ceiling / 1e12,
+        "floor_ms": sum(one.count * one.n * pq2_format.block_rows(one.k) for one in step) / ceiling * 1e3,
+        "counts": {f"{one.n}x{one.k}": one.count for one in step},
+        "rows": [], "step_ms": {}, "prefill_tflops": {}, "launch_us": {}, "small": [],
+    }  # fmt: skip
+    for m in rows:
+        # A prompt's head multiplies its last row alone, so the arithmetic of many rows is that of the others.
+        here = [one for one in step if m <= FEW or one.count > 1]
+        products = [Product(one, m, arch) for one in here]
+        for product in products:
+            found["rows"] += product.measure()
+        for name, seconds in step_times(products, here).items():
+            if m <= FEW:
+                found["step_ms"].setdefault(name, {})[str(m)] = seconds * 1e3
+            else:
+                operations = sum(2 * m * one.n * one.k * one.count for one in here)
+                found["prefill_tflops"].setdefault(name, {})[str(m)] = operations / seconds / 1e12
+        for name, seconds in launch_times(products[0]).items():
+            found["launch_us"].setdefault(name, {})[str(m)] = seconds * 1e6
+        print(f"M={m} done", file=sys.stderr, flush=True)
+        del products
+    found["small"] = [
+        measure_small(one, m) for m in rows if m <= small_gemm.MAX_M for one in everything if not one.converted
+    ]
+    return found
 
 
-def tune() -> dict[str, list[int]]:
-    """The table of launches of `single`: the fastest for each projection of the tuned shapes."""
-    best = {}
-    ternary = [one for shape in TUNED_SHAPES for one in projections(shape) if one.converted]
-    for n, k in dict.fromkeys((one.n, one.k) for one in ternary):
-        times = _launch_times(n, k)
-        ranking = sorted(times, key=times.__getitem__)
-        best[f"{n}x{k}"] = list(ranking[0])
-        told = ", ".join(f"{launch} {times[launch] * 1e6:.2f}" for launch in ranking[:4])
-        print(f"{n}x{k}: {told} us; slowest {times[ranking[-1]] * 1e6:.2f}", flush=True)
-    return with_default(best)
-
-
-def _launch_times(n: int, k: int) -> dict[tuple[int, int, int], float]:
-    """Median time of each launch tried, seconds; all must agree with `legacy`."""
-    copies = copies_of(n * pq2_format.block_rows(k))
-    weights = [pq2_format.random(n, k, "cuda", seed=copy) for copy in range(copies)]
-    quantized = quantize_rows(torch.randn(1, k, dtype=torch.bfloat16, device="cuda"), "planes")
-    out = torch.empty(1, n, dtype=torch.float32, device="cuda")
-    legacy_path.legacy_single(quantized, weights[0], out, *dispatch.LEGACY_LAUNCH)
-    wanted = out.double()
-
-    def call_of(launch: tuple[int, int, int]) -> Call:
-        return lambda i: single_path.single(quantized, weights[i], out, *launch)
-
-    with ThreadPoolExecutor() as pool:  # the assembler, a process of its own, takes most of a compilation
-        list(pool.map(lambda launch: call_of(launch)(0), TUNE))
-    calls = {}
-    for launch in TUNE:
-        out.fill_(torch.nan)
-        call_of(launch)(0)
-        check(f"single {launch}", out, wanted)
-        calls[str(launch)] = (call_of(launch), copies)
-    times = graph_times(calls, replays=5)
-    return {launch: statistics.median(times[str(launch)]) for launch in TUNE}
-
-
-def table_lines(results: list[dict[str, Any]], ceiling: float) -> list[str]:
-    """The results as a Markdown table, with the whole step's times below: seconds become microseconds here."""
-    lines = []
-    for m in sorted({result["m"] for result in results}):
-        rows = [result for result in results if result["m"] == m]
-        names = list(rows[0]["s"])
-        lines += [f"M = {m}, us a product", "", f"| N x K | count | floor | {' | '.join(names)} |"]
-        lines += ["|" + "---|" * (len(names) + 3)]
-        for result in rows:
-            floor = result["bytes"] / ceiling
-            cells = " | ".join(f"{result['s'][name] * 1e6:.2f}" for name in names)
-            lines.append(f"| {result['n']} x {result['k']} | {result['count']} | {floor * 1e6:.2f} | {cells} |")
-        total = {name: sum(result["s"][name] * result["count"] for result in rows) * 1e3 for name in names}
-        floor = sum(result["bytes"] * result["count"] for result in rows) / ceiling * 1e3
-        calls = sum(result["count"] for result in rows)
-        lines.append(f"| step, ms | {calls} | {floor:.3f} | {' | '.join(f'{total[name]:.3f}' for name in names)} |")
-        lines.append("")
+def table_lines(found: dict[str, Any]) -> list[str]:
+    """The results as Markdown."""
+    lines = [
+        f"{found['gpu']}, copy {found['copy_tb_s']:.2f} TB/s; a step's weights at that rate: {found['floor_ms']:.2f} ms"
+    ]
+    names = list(dict.fromkeys(row["impl"] for row in found["rows"]))
+    parts = [("step, ms", "step_ms", ".3f"), ("prefill, TFLOP/s", "prefill_tflops", ".0f")]
+    for title, key, form in (*parts, ("CPU of a call, us", "launch_us", ".1f")):
+        by_name = found[key]
+        if by_name:
+            columns = list(dict.fromkeys(m for by_m in by_name.values() for m in by_m))
+            lines += ["", f"| {title} | {' | '.join(f'M={m}' for m in columns)} |", "|" + "---|" * (len(columns) + 1)]
+            for name, by_m in by_name.items():
+                lines.append(f"| {name} | {' | '.join(format(by_m[m], form) for m in columns)} |")
+    for m in dict.fromkeys(row["m"] for row in found["rows"]):
+        lines += ["", f"| M={m}, us | a step has | floor | {' | '.join(names)} |", "|" + "---|" * (len(names) + 3)]
+        for weight, count in found["counts"].items():
+            here = {r["impl"]: r for r in found["rows"] if r["m"] == m and f"{r['n']}x{r['k']}" == weight}
+            if here:
+                floor = here["pq2"]["us"] * here["pq2"]["tb_s"] / found["copy_tb_s"]
+                cells = " | ".join(f"{here[name]['us']:.2f}" for name in names)
+                lines.append(f"| {weight} | {count} | {floor:.2f} | {cells} |")
+    for small in found["small"]:
+        told = ", ".join(f"{name} {us:.2f}" for name, us in small["us"].items())
+        lines += ["", f"{small['n']}x{small['k']}, bf16, M={small['m']}: {told} us"]
     return lines
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """The roofline: bytes a second of a product's weight over the bytes it has, for a few rows."""
+    from matplotlib import figure
+
+    drawn = figure.Figure(figsize=(8, 5), layout="constrained")
+    axes = drawn.subplots()
+    for name, marker in (("pq2", "o"), ("pq2-legacy", "x")):
+        for m, colour in ((1, "C0"), (8, "C1"), (16, "C2")):
+            rows = sorted(
+                (row["us"] * row["tb_s"], row["tb_s"]) for row in found["rows"] if row["impl"] == name and row["m"] == m
+            )
+            if rows:
+                axes.plot(*zip(*rows, strict=True), marker=marker, color=colour, label=f"{name}, M={m}", linewidth=0.8)
+    axes.axhline(found["copy_tb_s"], color="grey", linestyle="--", label="copy")
+    axes.set(xscale="log", xlabel="MB of weight", ylabel="TB/s", title=f"{found['gpu']}: a product alone")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+    drawn.savefig(path)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -271,11 +276,11 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m pq2.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--shape", choices=list(shapes.SHAPES), default="hybrid-27b", help="default: hybrid-27b")
-    found.add_argument("--rows", type=int, nargs="+", default=[1], metavar="M", help="rows of activations (default: 1)")
     found.add_argument(
-        "--tune", action="store_true", help="find launch configurations of `single`, and print the table"
+        "--rows", type=int, nargs="+", default=list(ROWS), metavar="M", help=f"default: {' '.join(map(str, ROWS))}"
     )
     found.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
+    found.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline there (needs matplotlib)")
     return found
 
 
@@ -286,25 +291,12 @@ def main() -> int:
         print("pq2.bench: needs a CUDA device: nothing is measured on a CPU", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    arch = dispatch.arch_of(torch.device("cuda", 0))
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "arch": arch}
-    if arguments.tune:
-        found["single"] = tune()
-        print(json.dumps(found["single"], indent=2))
-    else:
-        ceiling = bandwidth()
-        step = projections(arguments.shape)
-        results = [measure(one, m, arch) for m in arguments.rows for one in step if one.converted]
-        few = [m for m in arguments.rows if m <= small_gemm.MAX_M]
-        small = [measure_small(one, m) for m in few for one in step if not one.converted]
-        found |= {"shape": arguments.shape, "bytes_per_s": ceiling, "products": results, "small": small}
-        print(f"{found['device']}, memory {ceiling / 1e12:.2f} TB/s\n")
-        print("\n".join(table_lines(results, ceiling)))
-        for result in small:
-            told = ", ".join(f"{name} {seconds * 1e6:.2f}" for name, seconds in result["s"].items())
-            print(f"{result['n']} x {result['k']}, bf16, M = {result['m']}: {told} us")
+    found = measure(arguments.shape, arguments.rows, dispatch.arch_of(torch.device("cuda", 0)))
+    print("\n".join(table_lines(found)))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        plot(found, arguments.plot)
     return 0
 
 

@@ -45,7 +45,7 @@ def _tell_table(arch: str) -> None:
     """Say once that an architecture has no table of its own."""
     name, _ = launches.table(arch)
     if name != arch:
-        logger.warning("pq2: no launch table for %s: it takes %s's; python -m pq2.bench --tune makes one", arch, name)
+        logger.warning("pq2: no launch table for %s: it takes %s's; python -m pq2.tune makes one", arch, name)
 
 
 WARM_ROWS = (1, 2, 9, 17, 33, 65)
@@ -96,7 +96,7 @@ def matmul(
     Args:
         x: bf16, fp16 or fp32 [M, K] on a CUDA device, rows contiguous.
         weight: [N, K] on the same device. Its bytes are read before kernels that were launched earlier have ended: whoever
-            wrote them has synchronised since (`format.prepare` and `format.random` do).
+            wrote them has waited for that (`format.complete`).
         choice: The switches; not the set `reference`.
         signs: int8 [K], for a rotation.
         rotation: Its block size; 0 is none.

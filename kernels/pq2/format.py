@@ -172,6 +172,16 @@ def prepare(blocks: torch.Tensor) -> Prepared:
     prepared = empty(codes.shape[0], codes.shape[1] * 4, blocks.device)
     prepared.codes.copy_(codes)
     prepared.scales.copy_(scales)
+    return complete(prepared)
+
+
+def complete(prepared: Prepared) -> Prepared:
+    """Wait until a matrix that was just written is there.
+
+    Kernels read weights before those that were launched earlier have ended, which the order of a stream does not cover.
+    """
+    if prepared.data.is_cuda:
+        torch.cuda.synchronize(prepared.data.device)
     return prepared
 
 
@@ -224,7 +234,7 @@ def random(n: int, k: int, device: torch.device | str = "cpu", seed: int = 0) ->
         scales = prepared.scales[first : first + rows]
         noise = torch.rand(scales.shape, device=scales.device, generator=generator)
         scales.copy_(spread * (0.75 + 0.5 * noise))
-    return prepared
+    return complete(prepared)
 
 
 def _split(blocks: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Launch configurations as data: (architecture, rows, N, K) -> the paths to try, in order, and how each is launched.
 
-A table is a JSON file `tables/ARCH.json`, made by `python -m pq2.bench --tune` or by hand:
+A table is a JSON file `tables/ARCH.json`, made by `python -m pq2.tune` or by hand:
 
     {"tuned": {"8": {"default": [ENTRY, ...], "5120x6144": [ENTRY, ...]}, "16": ...}, "exact": {...}}
 

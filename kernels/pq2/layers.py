@@ -253,7 +253,7 @@ class _Weight:
                 )
             layer.signs = weight.pq2_signs  # a tied head has those of the embedding
         layer.pq2_prepared = True
-        prepared = pq2_format.view(weight.data.view(-1), n, k)
+        prepared = pq2_format.complete(pq2_format.view(weight.data.view(-1), n, k))
         if self.config.choice.kernel_set == "reference":
             _tell_once()
             layer.register_buffer("pq2_dense", dequantize(prepared, torch.float32), persistent=False)

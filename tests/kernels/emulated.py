@@ -1,12 +1,13 @@
 """Gluon without a GPU: runs the source of a Gluon kernel, program by program, on NumPy arrays.
 
-Gluon has no interpreter. Here the functions that its kernels call (`gl.load`, `mma_v2`, ...) are replaced by ones on arrays,
-and the kernel's own Python is executed. Layouts say where an element is, not what it is, so they are ignored; that operands
-get where they belong is what the compiler's `assert_trivial` and the tests on a GPU are for.
+Gluon has no interpreter. Here the functions that its kernels call (`gl.load`, `mma_v2`, ...) are replaced by ones on
+arrays, and the kernel's own Python is executed. Layouts say where an element is, not what it is, so they are ignored; that
+operands get where they belong is what the compiler's `assert_trivial` and the tests on a GPU are for.
 
-What it is strict about is asynchrony: bytes of `copy_async` are in shared memory only once a `wait_group` has waited for the
-group that they were committed in, whoever read before finds what was there, and shared memory begins as 0xA5. A stage that
-is written over before it was read, or read before it arrived, gives wrong numbers. Every access to global memory is checked.
+What it is strict about is asynchrony: bytes of `copy_async` are in shared memory only once a `wait_group` has waited for
+the group that they were committed in; whoever read before finds what was there, and shared memory begins as 0xA5. A stage
+that is written over before it was read, or read before it arrived, gives wrong numbers. Every access to global memory is
+checked.
 """
 
 import types
@@ -66,7 +67,9 @@ class Buffer:
         self.size = flat.numel()
 
     def _check(self, at):
-        assert at.size == 0 or (at.min() >= 0 and at.max() < self.size), f"access beyond {self.size}: {at.min()}, {at.max()}"
+        assert at.size == 0 or (at.min() >= 0 and at.max() < self.size), (
+            f"access beyond {self.size}: {at.min()}, {at.max()}"
+        )
 
     def read(self, at, mask, other):
         self._check(at[mask])
@@ -77,7 +80,9 @@ class Buffer:
     def write(self, at, value, mask):
         self._check(at[mask])
         if self.array is None:
-            self.tensor.view(-1)[torch.from_numpy(at[mask])] = torch.from_numpy(np.asarray(value[mask], np.float32)).bfloat16()
+            self.tensor.view(-1)[torch.from_numpy(at[mask])] = torch.from_numpy(
+                np.asarray(value[mask], np.float32)
+            ).bfloat16()
         else:
             self.array[at[mask]] = value[mask]
 
@@ -150,13 +155,15 @@ def _gl(program):
         pointer.buffer.write(at, np.broadcast_to(value, at.shape), mask)
 
     def allocate_shared_memory(dtype, shape, layout):
-        return Shared(np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xA5, np.uint8).view(dtype).reshape(shape))
+        return Shared(
+            np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xA5, np.uint8).view(dtype).reshape(shape)
+        )
 
     def split(x):
         assert x.shape[-1] == 2
         return x[..., 0], x[..., 1]
 
-    gl = types.SimpleNamespace(
+    return types.SimpleNamespace(
         arange=lambda start, end, layout: _value(np.arange(start, end, dtype=np.int32)),
         full=lambda shape, value, dtype, layout: _value(np.full(shape, value, dtype)),
         where=lambda condition, a, b: _value(np.where(condition, a, b)),
@@ -174,9 +181,8 @@ def _gl(program):
             ("SliceLayout", "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "SwizzledSharedLayout",
              "NVMMADistributedLayout"), _layout
         ),
-        **{name: dtype for name, dtype in DTYPES.items()},
+        **DTYPES,
     )  # fmt: skip
-    return gl
 
 
 def _planes(codes):

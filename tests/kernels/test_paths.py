@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import DEVICE
 
-from pq2 import activations, dispatch, embedding, quantize, reference, small_gemm, switches
+from pq2 import activations, dispatch, embedding, launches, quantize, reference, small_gemm, switches
 from pq2 import format as pq2_format
 from pq2.errors import PathUnavailable
 from pq2.format import Prepared
@@ -63,23 +63,54 @@ def test_a_product_is_the_reference(
         assert error < BOUND[dtype], f"error {error:.2e}, allowed {BOUND[dtype]:.0e}, {dtype}, seed {seed}"
 
 
+@pytest.mark.parametrize("m", [1, *((2, 5, 8, 9, 16) if GPU else ())])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_exact_set_gives_the_bits_of_legacy(shape: tuple[int, int]) -> None:
+def test_the_exact_set_gives_the_bits_of_legacy(shape: tuple[int, int], m: int) -> None:
     n, k = shape
     weight = pq2_format.random(n, k, DEVICE, seed=n)
-    x = torch.randn(1, k, device=DEVICE)
+    x = torch.randn(m, k, device=DEVICE)
     before = dict(dispatch.CALLS)
     exact = dispatch.matmul(x, weight, _choice("exact"))
     legacy = dispatch.matmul(x, weight, _choice("legacy"))
     assert torch.equal(exact, legacy)
     calls = {path: dispatch.CALLS[path] - before[path] for path in dispatch.CALLS}
-    assert calls == {
-        "single": 1,
-        "legacy": 1,
-        "small_gemm": 0,
-        "dense": 0,
-        "reference": 0,
-    }  # two kernels, not one twice
+    # Two kernels, not one twice.
+    assert {path for path, count in calls.items() if count} == {"legacy", "single" if m == 1 else "direct"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("m", [*range(1, 65), 127, 128, 129, 512, 1000, 1024, 2048, 4095, 8192])
+def test_every_number_of_rows(m: int) -> None:
+    weight = pq2_format.random(1031, 5120, DEVICE, seed=m)
+    x = torch.randn(m, 5120, device=DEVICE)
+    wanted = reference.matmul(x, weight)
+    assert _error(dispatch.matmul(x, weight, _choice("tuned")), wanted) < BOUND[torch.float32]
+
+
+def _entries() -> list[tuple[int, str, launches.Entry]]:
+    """The entries of this GPU's table: rows, weight, entry."""
+    by_rows = launches.table(dispatch.arch_of(torch.device(DEVICE)))[1]["tuned"]
+    return [
+        (rows, weight, entry)
+        for rows, weights in by_rows.items()
+        for weight, entries in weights.items()
+        for entry in entries
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize(("rows", "name", "entry"), _entries() if GPU else [], ids=str)
+def test_every_entry_of_the_table_is_right(rows: int, name: str, entry: launches.Entry) -> None:
+    n, k = (3000, 5120) if name == "default" else map(int, name.split("x"))
+    n = min(n, 20000)  # a head takes the reference long; rows enough for several tiles a program
+    weight = pq2_format.random(n, k, DEVICE, seed=rows)
+    for m in {rows, max(entry.kind.rows[0], rows - 3)}:
+        x = torch.randn(m, k, device=DEVICE)
+        out = torch.full((m, n), torch.nan, device=DEVICE)
+        dispatch.run(entry, x, weight, out)
+        assert _error(out, reference.matmul(x, weight)) < BOUND[torch.float32]
 
 
 @pytest.mark.parametrize("order", ["planes", "fragments"])
@@ -91,9 +122,16 @@ def test_the_quantising_kernel_gives_the_bits_of_the_reference(
     x = (torch.randn(5, k, device=DEVICE) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None]).to(dtype)
     x[3, :128] = 0
     x[4, 0] = 40000.0
-    got, wanted = activations.quantize_rows(x, order), quantize.quantize(x, order)
+    wanted = quantize.quantize(x, order)
+    if order == "fragments":
+        rows = quantize.fragments(wanted, 8)
+        got = activations.quantize_fragments(x, 8)
+        assert torch.equal(got.q[:, :, :5], rows.q[:, :, :5])
+        assert torch.equal(got.meta[:, :5], rows.meta[:, :5])
+        return
+    planes = activations.quantize_rows(x)
     for name in ("q", "scales", "sums"):
-        assert torch.equal(getattr(got, name), getattr(wanted, name)), name
+        assert torch.equal(getattr(planes, name), getattr(wanted, name)), name
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter's, at inf / inf
@@ -103,7 +141,7 @@ def test_what_is_not_finite_comes_out_as_nan(value: float, kernel_set: str) -> N
     weight = pq2_format.random(9, 384, DEVICE)
     x = torch.randn(3, 384, device=DEVICE)
     x[1, 200] = value
-    got, wanted = activations.quantize_rows(x, "planes"), quantize.quantize(x, "planes")
+    got, wanted = activations.quantize_rows(x), quantize.quantize(x, "planes")
     for name in ("q", "scales", "sums"):
         torch.testing.assert_close(getattr(got, name), getattr(wanted, name), rtol=0, atol=0, equal_nan=True)
     assert dispatch.matmul(x[1:2], weight, _choice(kernel_set)).isnan().all()
@@ -118,14 +156,14 @@ def test_a_rotation_spreads_what_is_not_finite_over_its_block(value: float) -> N
     x = torch.randn(1, 512, device=DEVICE)
     x[0, 300] = value
     signs = torch.ones(512, dtype=torch.int8, device=DEVICE)
-    scales = activations.quantize_rows(x, "planes", signs, 256).scales
+    scales = activations.quantize_rows(x, signs, 256).scales
     assert scales.isfinite().tolist() == [[True, True, False, False]]
 
 
 def test_ties_round_to_even() -> None:
     x = torch.zeros(1, 128, device=DEVICE)
     x[0, :5] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5])
-    q = activations.quantize_rows(x, "planes").q.reshape(4, 32)
+    q = activations.quantize_rows(x).q.reshape(4, 32)
     assert q[:, 0].tolist() == [127, 0, 2, 2]  # weights 0 to 3: byte 0 of each plane
     assert q[0, 1].item() == 0
 
@@ -145,7 +183,7 @@ def test_rotated_activations_meet_rotated_weights(block: int) -> None:
 
 def test_a_rotation_the_kernel_does_not_have_is_refused() -> None:
     with pytest.raises(PathUnavailable, match="blocks of 128: the quantising kernel has 256, 512"):
-        activations.quantize_rows(torch.ones(1, 256, device=DEVICE), "planes", torch.ones(256, dtype=torch.int8), 128)
+        activations.quantize_rows(torch.ones(1, 256, device=DEVICE), torch.ones(256, dtype=torch.int8), 128)
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 16])
@@ -205,11 +243,11 @@ def test_another_architectures_launch_table_is_told_once(monkeypatch: pytest.Mon
     dispatch._tell_table.cache_clear()
     monkeypatch.setattr(dispatch, "_warm", set())
     monkeypatch.setattr(dispatch.logger, "warning", lambda text, *values: told.append(text % values))
-    for arch in ("sm_90", "sm_86", "sm_86"):
+    for arch in ("sm_90", "sm_89", "sm_89"):
         monkeypatch.setattr(dispatch, "arch_of", lambda device, arch=arch: arch)
         dispatch._warm.clear()
         dispatch.warm_up(pq2_format.random(16, 128, DEVICE), torch.float32, _choice("tuned"))
-    assert told == ["pq2: no launch table for sm_86: `single` takes sm_90's; python -m pq2.bench --tune finds one"]
+    assert told == ["pq2: no launch table for sm_89: it takes sm_86's; python -m pq2.tune makes one"]
 
 
 def test_the_reference_is_not_run_by_a_kernel_under_its_name() -> None:
@@ -227,7 +265,7 @@ def test_no_rows_are_no_launch() -> None:
 def _damaged(weight: Prepared) -> Prepared:
     other = pq2_format.view(weight.data.clone(), *weight.shape)
     other.codes[0, 0] ^= 1
-    return other
+    return pq2_format.complete(other)
 
 
 def test_one_wrong_code_is_seen() -> None:

@@ -8,7 +8,7 @@ from properties import given, seeds, st
 
 from pq2 import format as pq2_format
 from pq2.errors import FormatError
-from pq2.quantize import Order, check_rotation, dequantize, hadamard, places, quantize, rotate, slot, unrotate
+from pq2.quantize import Order, check_rotation, dequantize, fragments, hadamard, places, quantize, rotate, unrotate
 
 orders = st.sampled_from(["natural", "planes", "fragments"])
 blocks = st.sampled_from([1, 2, 8, 128, 256])
@@ -84,15 +84,15 @@ def test_an_order_moves_bytes_and_nothing_else(order: Order, seed: int, m: int, 
     ("weight", "plane", "fragment"),
     [
         (0, 0, 0),
-        (1, 32, 32),
+        (1, 32, 8),
         (2, 64, 64),
-        (3, 96, 96),
+        (3, 96, 72),
         (4, 1, 1),  # byte 1
-        (15, 99, 99),  # byte 3, plane 3
-        (16, 4, 16),  # byte 4: the second half of the first lane's eight bytes
-        (17, 36, 48),
-        (31, 103, 115),  # byte 7: slot 19
-        (32, 8, 4),  # byte 8: the first byte of the second lane
+        (15, 99, 75),  # byte 3, plane 3
+        (16, 4, 4),  # byte 4
+        (17, 36, 12),
+        (31, 103, 79),  # byte 7
+        (32, 8, 16),  # byte 8: the first byte of the second lane
         (48, 12, 20),  # byte 12
         (127, 127, 127),
     ],
@@ -102,11 +102,33 @@ def test_where_some_weights_go(weight: int, plane: int, fragment: int) -> None:
     assert int(places("fragments")[weight]) == fragment
 
 
-def test_a_lane_of_the_mma_holds_eight_bytes_of_a_row_that_lie_together() -> None:
-    """m16n8k32: lane t of a quad has columns 4t to 4t + 3 in one register and 16 + 4t to 16 + 4t + 3 in the other."""
-    for lane in range(4):
-        columns = [*range(4 * lane, 4 * lane + 4), *range(16 + 4 * lane, 16 + 4 * lane + 4)]
-        assert [slot(8 * lane + byte) for byte in range(8)] == columns
+def test_what_a_lane_of_the_mma_holds_of_a_pair_of_planes_lies_together() -> None:
+    """m16n8k32: lane t of a quad has bytes 4 t to 4 t + 3 of a k-step in a register, 16 + 4 t to 16 + 4 t + 3 in another.
+
+    They meet code bytes 8 t to 8 t + 7 of a row, which it has loaded as two words.
+    """
+    where = places("fragments").tolist()
+    for pair in range(2):
+        for lane in range(4):
+            first = pair * 64 + lane * 16
+            held = {where.index(place) for place in range(first, first + 16)}
+            assert held == {4 * (8 * lane + byte) + 2 * pair + plane for byte in range(8) for plane in range(2)}
+
+
+def test_rows_are_tiled_as_the_kernels_read_them() -> None:
+    x = noise(3, 256, seed=3)
+    ordered = quantize(x, "fragments")
+    tiled = fragments(ordered, 8)
+    assert tiled.q.shape == (2, 2, 8, 64)
+    assert tiled.meta.shape == (2, 8, 2)
+    for group in range(2):
+        for token in range(3):
+            both = ordered.q[token, group * 128 : group * 128 + 128]
+            assert torch.equal(torch.cat([tiled.q[group, 0, token], tiled.q[group, 1, token]]), both)
+            scale, start = tiled.meta[group, token]
+            assert scale.view(torch.float32) == ordered.scales[token, group]
+            assert start == 0x4B400000 - ordered.sums[token, group]
+    assert not tiled.q[:, :, 3:].any()
 
 
 @given(seeds)

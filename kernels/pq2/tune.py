@@ -1,0 +1,200 @@
+"""`python -m pq2.tune`: finds the entries of a launch table (`launches.py`) on this GPU.
+
+    python -m pq2.tune --out kernels/pq2/tables/sm_90.json      every weight of the tuned shapes
+    python -m pq2.tune --weights 5120x17408 --rows 8 16         some of them; others keep the entries they have
+
+Candidates are what the notes have found to matter (`NOTES.md`): how many bytes are on their way on a multiprocessor, how
+many programs it holds, how many warps share a row. Each must agree with the float64 reference before it is timed. The best
+two are timed again, in turn, and the better one is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pq2 import dispatch, launches, quantize, timing
+from pq2 import format as pq2_format
+from pq2.bench import projections
+from pq2.launches import Direct, Entry, Ring, Single, SingleRing
+
+TUNED_SHAPES = ("hybrid-27b", "hybrid-8b", "qwen3-8b")
+"""Whose projections the tables have."""
+ROWS = (1, 8, 16)
+"""Numbers of rows that have entries."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that programs on a multiprocessor of an H200 share."""
+AGAIN = 2
+
+
+def candidates(m: int, k: int, default: list[Entry]) -> list[Entry]:
+    """Entries to try for m rows and a K; the default of the table among them."""
+    found = list(default)
+    if m == 1:
+        found += _singles()
+    if k % 1024 == 0:
+        found += _single_rings(k) if m == 1 else _rings(8 if m <= 8 else 16, k)
+    return list(dict.fromkeys(found))
+
+
+def _singles() -> Iterator[Entry]:
+    for block_n in (4, 8, 16):
+        for block_g in (8, 16, 32):
+            for warps in (1, 2):
+                if block_n * block_g * 8 // (warps * 32 * 4) in (4, 8):  # loads of 16 bytes a thread
+                    yield Entry("single", Single(block_n, block_g, warps))
+
+
+def _single_rings(k: int) -> Iterator[Entry]:
+    halves = k // 64
+    for lanes, warps_n, warps_k in ((16, 1, 1), (16, 2, 1), (16, 4, 1), (16, 1, 2), (32, 1, 1), (32, 1, 2)):
+        blocks = -(-halves // (lanes * warps_k))
+        if blocks * lanes * warps_k > 1.21 * halves or blocks > 6:  # lanes without work; registers
+            continue
+        for rows in (32 // lanes * warps_n, 64 // lanes * warps_n):
+            tile = rows * k * 17 // 64
+            for stages in (3, 4, 6):
+                for warps in (6, 8, 12):
+                    per_sm = warps // (warps_n * warps_k)
+                    if per_sm and tile * (stages - 1) * per_sm > 40_000 and tile * stages * per_sm < 200_000:
+                        yield Entry("single_ring", SingleRing(rows, lanes, warps_n, warps_k, stages, per_sm))
+
+
+def _rings(tokens: int, k: int) -> Iterator[Entry]:
+    groups, warps_k = k // 128, 4
+    for split in (1, 2, 3):
+        steps = -(-groups // (warps_k * split))
+        if steps * warps_k * split > 1.1 * groups:
+            continue
+        for keep in (1, 2):
+            registers = steps * (12 if keep == 1 else 8) * (tokens // 8) + 44
+            if not 100 < registers < 265:
+                continue
+            for block_n in (16, 32):
+                for sg in (2, 3, 4, 5, 6):
+                    for stages in (3, 4, 6):
+                        chunks = -(-steps // sg)
+                        ring = stages * block_n * sg * warps_k * 34
+                        if chunks * sg > 1.25 * steps or not 18_000 < ring * (stages - 1) // stages < 52_000:
+                            continue
+                        yield Entry("ring", Ring(block_n, warps_k, 1, sg, stages, keep, split, 2))
+
+
+def _compile(job: tuple[Entry, int, int]) -> str | None:
+    """In a process of its own: run an entry once, which leaves its kernel in the cache. What went wrong, or None."""
+    entry, m, k = job
+    try:
+        weight = pq2_format.view(torch.zeros(64 * (k // 4 + k // 64), dtype=torch.uint8, device="cuda"), 64, k)
+        x = torch.zeros(m, k, dtype=torch.bfloat16, device="cuda")
+        dispatch.run(entry, x, weight, torch.empty(m, 64, dtype=torch.bfloat16, device="cuda"))
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{entry}: {type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+    return None
+
+
+def best(n: int, k: int, m: int, entries: list[Entry]) -> tuple[Entry, dict[Entry, float]]:
+    """The fastest of some entries for m rows times a weight, and the time of each, seconds."""
+    copies = timing.weights(n, k)
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    product = timing.wanted(quantize.quantize(x), copies[-1])
+    calls: dict[str, tuple[timing.Call, int]] = {}
+    for entry in entries:
+        quantized = dispatch.quantized_for(entry, x)
+
+        def call(copy: int, entry: Entry = entry, quantized: Any = quantized) -> None:
+            dispatch.multiply(entry, quantized, m, copies[copy], out)
+
+        timing.relative_error(str(entry), functools.partial(call, len(copies) - 1), out, product)
+        calls[str(entry)] = (call, len(copies))
+    named = {str(entry): entry for entry in entries}
+    times = timing.medians(timing.graph_times(calls, replays=5))
+    ranking = sorted(times, key=times.__getitem__)[:AGAIN]
+    again = timing.medians(timing.graph_times({name: calls[name] for name in ranking}, replays=25))
+    return named[min(again, key=again.__getitem__)], {named[name]: time for name, time in (times | again).items()}
+
+
+def parser() -> argparse.ArgumentParser:
+    """What the command takes."""
+    found = argparse.ArgumentParser(
+        prog="python -m pq2.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--weights", nargs="+", metavar="NxK", help="default: those of the tuned shapes")
+    found.add_argument(
+        "--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS, metavar="M", help="default: all"
+    )
+    found.add_argument("--out", type=Path, metavar="FILE", help="where to write the table; default: print it")
+    return found
+
+
+def main() -> int:
+    """The command."""
+    arguments = parser().parse_args()
+    if not torch.cuda.is_available():
+        print("pq2.tune: needs a CUDA device: nothing is measured on a CPU", file=sys.stderr)
+        return 2
+    arch = dispatch.arch_of(torch.device("cuda", 0))
+    _, table = launches.table(arch)
+    ternary = [one for shape in TUNED_SHAPES for one in projections(shape) if one.converted]
+    names = arguments.weights or list(dict.fromkeys(f"{one.n}x{one.k}" for one in ternary))
+    shapes = [tuple(map(int, name.split("x"))) for name in names]
+    jobs = {
+        (entry, m, k): None for m in arguments.rows for _, k in shapes for entry in candidates(m, k, _default(table, m))
+    }
+    workers = min(16, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        failed = {job: error for job, error in zip(jobs, pool.map(_compile, jobs, chunksize=2), strict=True) if error}
+    print(f"{len(jobs)} kernels, {len(failed)} of them do not run here", flush=True)
+    for error in list(failed.values())[:5]:
+        print(f"  {error}")
+    for m in arguments.rows:
+        for n, k in shapes:
+            entries = [entry for entry in candidates(m, k, _default(table, m)) if (entry, m, k) not in failed]
+            chosen, times = best(n, k, m, entries)
+            table["tuned"][m][f"{n}x{k}"] = [chosen]
+            ranking = sorted(times, key=times.__getitem__)
+            told = ", ".join(f"{entry.path}{tuple(entry.launch)} {times[entry] * 1e6:.2f}" for entry in ranking[:3])
+            print(f"M={m} {n}x{k}: {told} us; slowest {times[ranking[-1]] * 1e6:.2f}", flush=True)
+    text = write(table)
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+def _default(table: launches.Table, m: int) -> list[Entry]:
+    return [entry for entry in table["tuned"][m]["default"] if isinstance(entry.launch, Single | Direct)]
+
+
+def write(table: launches.Table) -> str:
+    """A table as its file: an entry a line."""
+    lines = ["{"]
+    for kernel_set, by_rows in table.items():
+        lines.append(f' "{kernel_set}": {{')
+        for rows, weights in by_rows.items():
+            lines.append(f'  "{rows}": {{')
+            for weight, entries in weights.items():
+                found = json.dumps([launches.write_entry(entry) for entry in entries])
+                lines.append(f'   "{weight}": {found},')
+            lines[-1] = lines[-1].removesuffix(",")
+            lines.append("  },")
+        lines[-1] = "  }"
+        lines.append(" },")
+    lines[-1] = " }"
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
