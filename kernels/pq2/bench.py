@@ -3,7 +3,7 @@
     python -m pq2.bench                         the projections of a 27B decode step, a few rows and many
     python -m pq2.bench --shape qwen3-8b        those of another shape of `pq2.generate`
     python -m pq2.bench --rows 1 16 2048        other numbers of rows
-    python -m pq2.bench --json FILE --plot FILE everything measured, as JSON, and a roofline as SVG
+    python -m pq2.bench --json FILE --plot FILE   everything measured, as JSON; a roofline, as SVG
 
 Implementations are `pq2`, the tuned set; `pq2-legacy`, the older kernels; and `cublas-bf16`. All are timed in one run, in
 CUDA graphs (`timing.py`), on activations that are quantised already; `pq2+quantise` is the tuned set with quantising. A

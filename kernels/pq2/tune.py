@@ -59,7 +59,7 @@ def _single_rings(k: int) -> Iterator[Entry]:
     halves = k // 64
     for lanes, warps_n, warps_k in ((16, 1, 1), (16, 2, 1), (16, 4, 1), (16, 1, 2), (32, 1, 1), (32, 1, 2)):
         blocks = -(-halves // (lanes * warps_k))
-        if blocks * lanes * warps_k > 1.21 * halves or blocks > 6:  # lanes without work; registers
+        if blocks * lanes * warps_k > 1.21 * halves or blocks > 9:  # lanes without work; registers
             continue
         for rows in (32 // lanes * warps_n, 64 // lanes * warps_n):
             tile = rows * k * 17 // 64
@@ -78,10 +78,10 @@ def _rings(tokens: int, k: int) -> Iterator[Entry]:
             continue
         for keep in (1, 2):
             registers = steps * (12 if keep == 1 else 8) * (tokens // 8) + 44
-            if not 100 < registers < 265:
+            if not 100 < registers < 265 or (keep == 2 and split == 1 and tokens == 8):
                 continue
             for block_n in (16, 32):
-                for sg in (2, 3, 4, 5, 6):
+                for sg in (2, 3, 4, 6):
                     for stages in (3, 4, 6):
                         chunks = -(-steps // sg)
                         ring = stages * block_n * sg * warps_k * 34
@@ -166,11 +166,10 @@ def main() -> int:
             ranking = sorted(times, key=times.__getitem__)
             told = ", ".join(f"{entry.path}{tuple(entry.launch)} {times[entry] * 1e6:.2f}" for entry in ranking[:3])
             print(f"M={m} {n}x{k}: {told} us; slowest {times[ranking[-1]] * 1e6:.2f}", flush=True)
-    text = write(table)
-    if arguments.out:
-        arguments.out.write_text(text, encoding="utf-8")
-    else:
-        print(text)
+            if arguments.out:  # what was found is not lost to a later failure
+                arguments.out.write_text(write(table), encoding="utf-8")
+    if not arguments.out:
+        print(write(table))
     return 0
 
 

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -18,14 +19,19 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from pq2 import activations, dispatch, embedding, legacy, single, small_gemm
+from pq2 import activations, direct, dispatch, embedding, launches, legacy, ring, single, single_ring, small_gemm
 
 LAUNCH = dispatch.LEGACY_LAUNCH
 ONE_ROW = {"BLOCK_N": LAUNCH.block_n, "BLOCK_G": LAUNCH.block_g, "G": 40}
 
 
 TYPES = {
+    "single_ring": "q_ptr=*i32 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
+    "direct": "q_ptr=*i8 meta_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32",
+    "ring": "q_ptr=*i8 meta_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32",
+    "combine": "parts_ptr=*fp32 out_ptr=*bf16 size=i32",
     "quantize": "x_ptr=*bf16 signs_ptr=*i8 q_ptr=*i8 scales_ptr=*fp32 sums_ptr=*i32 stride_x=i32 K=i32",
     "embedding": "ids_ptr=*i64 codes_ptr=*u8 d_ptr=*fp16 signs_ptr=*i8 out_ptr=*bf16 N=i32 K=i32",
     "single": "q_ptr=*i32 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
@@ -37,17 +43,13 @@ TYPES = {
 """The arguments of each kernel, as its launcher passes them."""
 
 
-def _kernels():
+def _kernels(arch):
     """Name, kernel, its key in `TYPES`, constants, warps."""
+    pdl = arch >= 90
     quantize = activations.pq2_quantize_kernel
-    for name, left, fragments in (("", 0, False), (" rotated", 32, False), (" fragments", 0, True)):
-        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "FRAGMENTS": fragments}
+    for name, left, tokens in (("", 0, 0), (" rotated", 32, 0), (" fragments", 0, 16)):
+        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "TOKENS": tokens, "PDL": pdl}
         yield f"quantize{name}", quantize, "quantize", constants, 4
-    yield "single exact", single.pq2_single_kernel, "single", ONE_ROW, LAUNCH.num_warps
-    for name, (block_n, block_g, warps) in sorted(dispatch.table("sm_90")[1].items()):
-        groups = int(name.partition("x")[2] or 5120) // 128
-        constants = {"BLOCK_N": block_n, "BLOCK_G": block_g, "G": groups}
-        yield f"single {name}", single.pq2_single_kernel, "single", constants, warps
     yield "legacy_single", legacy.pq2_legacy_single_kernel, "legacy_single", ONE_ROW, LAUNCH.num_warps
     for m in (16, 32, 64, 128):
         tile = dispatch.legacy_tile(m)
@@ -58,6 +60,51 @@ def _kernels():
     yield "embedding rotated", lookup, "embedding", {"GROUPS": 8, "LEFT": 32, "RIGHT": 32}, 4
     blocks = {"BLOCK_M": 16, "BLOCK_N": small_gemm.BLOCK_N, "BLOCK_K": small_gemm.BLOCK_K}
     yield "small_gemm", small_gemm.pq2_small_gemm_kernel, "small_gemm", {**blocks, "STEPS": 1, "HAS_BIAS": False}, 4
+    combine = {"SPLIT": 3, "BLOCK": ring.COMBINE, "PDL": pdl}
+    yield "combine", ring.pq2_combine_kernel, "combine", combine, 4
+    for entry, tokens, groups in EXTRA + list(_entries(f"sm_{arch}")):
+        kernel, constants, warps = _launch(entry, tokens, groups, pdl)
+        yield f"{entry.path} {tokens} {groups} {tuple(entry.launch)}", kernel, entry.path, constants, warps
+
+
+EXTRA = [
+    (launches.Entry("single_ring", launches.SingleRing(4, 16, 1, 1, 3, 8)), 1, 40),
+    (launches.Entry("direct", launches.Direct(16, 4, 1, 2)), 16, 9),
+    (launches.Entry("ring", launches.Ring(32, 4, 1, 2, 4, 1, 1, 2)), 8, 40),
+    (launches.Entry("ring", launches.Ring(32, 4, 2, 5, 2, 0, 1, 1)), 16, 40),
+]
+"""What both architectures compile, whatever their tables have."""
+
+
+def _entries(arch):
+    """Every entry of an architecture's table: the entry, its tokens, groups of a row."""
+    found = {}
+    for by_rows in launches.table(arch)[1].values():
+        for rows, weights in by_rows.items():
+            for weight, entries in weights.items():
+                groups = int(weight.partition("x")[2] or 5120) // 128
+                found |= dict.fromkeys((entry, rows, groups) for entry in entries)
+    # How many programs a multiprocessor takes is no matter of the kernel.
+    alike = {(entry.path, *entry.launch[:-1], rows, groups): (entry, rows, groups) for entry, rows, groups in found}
+    return [one for key, one in alike.items() if one not in EXTRA]
+
+
+def _launch(entry, tokens, groups, pdl):
+    """The kernel of an entry, its constants, its warps."""
+    launch = entry.launch
+    if isinstance(launch, launches.Single):
+        constants = {"BLOCK_N": launch.block_n, "BLOCK_G": launch.block_g, "G": groups}
+        return single.pq2_single_kernel, constants, launch.num_warps
+    constants = {"G": groups, "PDL": pdl, "WARPS_K": launch.warps_k, "WARPS_N": launch.warps_n}
+    warps = launch.warps_k * launch.warps_n
+    if isinstance(launch, launches.SingleRing):
+        constants |= {"ROWS": launch.rows, "LANES": launch.lanes, "STAGES": launch.stages}
+        return single_ring.pq2_single_ring_kernel, constants, warps
+    constants |= {"TOKENS": tokens, "BLOCK_N": launch.block_n, "SG": launch.sg}
+    if isinstance(launch, launches.Direct):
+        return direct.pq2_direct_kernel, constants, warps
+    constants |= {"STAGES": launch.stages, "KEEP": launch.keep, "SPLIT": launch.split}
+    return ring.pq2_ring_kernel, constants, warps
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
@@ -73,36 +120,55 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return dict(zip(("registers", "stack", "shared", "local"), map(int, found.groups()), strict=True))
 
 
+def _compile(arch, asm, name, kernel, key, constants, warps):
+    """Compile one kernel: what it uses, and how often each instruction occurs in its PTX."""
+    types = dict(part.split("=") for part in TYPES[key].split())
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    order = list(kernel.arg_names)
+    signature = {argument: signature[argument] for argument in order}
+    aligned = {
+        (order.index(argument),): [["tt.divisibility", 16]]
+        for argument, kind in types.items()
+        if kind.startswith("*") or argument in ("K", "stride_x")
+    }
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(fn=kernel, signature=signature, constexprs={(order.index(c),): v for c, v in constants.items()},
+                  attrs=aligned)  # fmt: skip
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx = result.asm["ptx"]
+    if asm:
+        asm.mkdir(parents=True, exist_ok=True)
+        (asm / f"{re.sub('[^a-z0-9_]+', '_', name)}.sm_{arch}.ptx").write_text(ptx, encoding="utf-8")
+    # An instruction may stand behind its predicate, and behind the brace that opens inline assembly.
+    lines = [
+        re.sub(r"^\s*(\{\s*)?(\.reg[^;]*;\s*)?(@!?%p\d+\s+)?", "", line)
+        for line in ptx.splitlines()
+        if line.startswith("\t")
+    ]
+    words = [part.split()[0] for line in lines for part in line.split(";") if part.split()]
+    counts = {word: words.count(word) for word in sorted(set(words)) if word[0].isalpha()}
+    return {**_usage(result.asm["cubin"]), "warps": warps, "dynamic": result.metadata.shared, "instructions": counts}
+
+
 def main() -> None:
-    """Compile for one architecture."""
+    """Compile for one architecture, in as many processes as there are processors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("arch", type=int)
     parser.add_argument("--asm", type=Path)
+    parser.add_argument("--only", default="", help="names that contain it")
     arguments = parser.parse_args()
-    found = {}
-    for name, kernel, key, constants, warps in _kernels():
-        types = dict(part.split("=") for part in TYPES[key].split())
-        signature = {**types, **dict.fromkeys(constants, "constexpr")}
-        order = list(kernel.arg_names)
-        signature = {argument: signature[argument] for argument in order}
-        aligned = {
-            (order.index(argument),): [["tt.divisibility", 16]]
-            for argument, kind in types.items()
-            if kind.startswith("*") or argument in ("K", "stride_x")
-        }
-        source = ASTSource(fn=kernel, signature=signature, constexprs={(order.index(c),): v for c, v in constants.items()},
-                           attrs=aligned)  # fmt: skip
-        result = triton.compile(source, target=GPUTarget("cuda", arguments.arch, 32), options={"num_warps": warps})
-        ptx = result.asm["ptx"]
-        if arguments.asm:
-            arguments.asm.mkdir(parents=True, exist_ok=True)
-            (arguments.asm / f"{name.replace(' ', '_')}.sm_{arguments.arch}.ptx").write_text(ptx, encoding="utf-8")
-        # An instruction may stand behind its predicate, and behind the brace that opens inline assembly.
-        lines = [re.sub(r"^\s*(\{\s*)?(@!?%p\d+\s+)?", "", line) for line in ptx.splitlines() if line.startswith("\t")]
-        words = [line.split()[0] for line in lines if line.split()]
-        counts = {word: words.count(word) for word in sorted(set(words)) if word[0].isalpha()}
-        found[name] = {**_usage(result.asm["cubin"]), "instructions": counts}
-    json.dump(found, sys.stdout)
+    wanted = [number for number, one in enumerate(_kernels(arguments.arch)) if arguments.only in one[0]]
+    jobs = [(arguments.arch, arguments.asm, number) for number in wanted]
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+        json.dump(dict(pool.map(_numbered, jobs)), sys.stdout)
+
+
+def _numbered(job):
+    """One kernel by its number: kernels themselves do not travel between processes."""
+    arch, asm, number = job
+    name, *rest = list(_kernels(arch))[number]
+    return name, _compile(arch, asm, name, *rest)
 
 
 if __name__ == "__main__":

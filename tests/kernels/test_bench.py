@@ -1,5 +1,6 @@
-"""The benchmark without a GPU: it says that it needs one, and knows what a step multiplies by."""
+"""The benchmark and the tuning without a GPU: they say that they need one, and know what a step multiplies by."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,49 +9,80 @@ from pathlib import Path
 import pytest
 from conftest import DEVICE
 
-from pq2 import bench
+from pq2 import bench, launches, tune
 
 
+@pytest.mark.parametrize("module", ["bench", "tune"])
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a CUDA device")
-def test_nothing_is_measured_on_a_cpu() -> None:
-    done = subprocess.run([sys.executable, "-m", "pq2.bench"], capture_output=True, text=True, check=False)
+def test_nothing_is_measured_on_a_cpu(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", f"pq2.{module}"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "needs a CUDA device: nothing is measured on a CPU" in done.stderr
 
 
-def test_every_documented_command_is_one() -> None:
+def _documented(module) -> list[list[str]]:
+    name = module.__name__
     lines = [
-        line.split("python -m pq2.bench", 1)[1] for line in bench.__doc__.splitlines() if line.startswith("    python")
+        line.split(f"python -m {name}", 1)[1] for line in module.__doc__.splitlines() if line.startswith("    python")
     ]
-    commands = [re.split(r"\s{2,}", line)[0].split() for line in lines]
-    parsed = [vars(bench.parser().parse_args(command)) for command in commands]
-    assert parsed[0] == {"shape": "hybrid-27b", "rows": [1], "tune": False, "json": None}
+    return [re.split(r"\s{2,}", line)[0].split() for line in lines]
+
+
+def test_every_documented_command_is_one() -> None:
+    parsed = [vars(bench.parser().parse_args(command)) for command in _documented(bench)]
+    assert parsed[0] == {"shape": "hybrid-27b", "rows": list(bench.ROWS), "json": None, "plot": None}
     assert parsed[1]["shape"] == "qwen3-8b"
     assert parsed[2]["rows"] == [1, 16, 2048]
-    assert parsed[3]["tune"]
-    assert parsed[4]["json"] == Path("FILE")
+    assert (parsed[3]["json"], parsed[3]["plot"]) == (Path("FILE"), Path("FILE"))
+    parsed = [vars(tune.parser().parse_args(command)) for command in _documented(tune)]
+    assert parsed[0]["out"] == Path("kernels/pq2/tables/sm_90.json")
+    assert (parsed[1]["weights"], parsed[1]["rows"]) == (["5120x17408"], [8, 16])
 
 
-def test_shapes_that_were_not_tuned_get_what_is_best_most_often() -> None:
-    best = {"1x128": [4, 32, 1], "2x128": [8, 8, 1], "3x128": [8, 8, 1]}
-    assert bench.with_default(best) == {"default": [8, 8, 1], **best}
+def test_a_step_has_every_product_as_often_as_the_model_and_mixes_them() -> None:
+    step = [one for one in bench.projections("hybrid-27b") if one.converted]
+    order = bench.in_turn(step)
+    assert len(order) == 257
+    assert {number: order.count(number) for number in set(order)} == dict(enumerate(one.count for one in step))
+    most = max(len(list(run)) for run in re.findall(r"((\d)\2*)", "".join(map(str, order))) for run in run[:1])
+    assert most <= 2  # never many alike one after the other
 
 
-def test_a_step_is_told_with_its_floor_and_its_sum() -> None:
-    rows = [
-        {"n": 16384, "k": 5120, "count": 48, "m": 1, "bytes": 4_000_000, "s": {"legacy": 20e-6, "single": 10e-6}},
-        {"n": 5120, "k": 6144, "count": 2, "m": 1, "bytes": 2_000_000, "s": {"legacy": 10e-6, "single": 5e-6}},
-    ]
-    lines = bench.table_lines(rows, 1e12)
-    assert lines[2] == "| N x K | count | floor | legacy | single |"
-    assert lines[4] == "| 16384 x 5120 | 48 | 4.00 | 20.00 | 10.00 |"
-    assert lines[6] == "| step, ms | 50 | 0.196 | 0.980 | 0.490 |"
+FOUND = {
+    "gpu": "a GPU", "copy_tb_s": 1.0, "floor_ms": 0.208, "counts": {"16384x5120": 48, "5120x6144": 2},
+    "rows": [
+        {"impl": "pq2", "n": 16384, "k": 5120, "m": 1, "us": 10.0, "tb_s": 0.4, "rel_err": 2e-3},
+        {"impl": "cublas-bf16", "n": 16384, "k": 5120, "m": 1, "us": 20.0, "tb_s": 8.4, "rel_err": 2e-3},
+    ],
+    "step_ms": {"pq2": {"1": 0.5}, "cublas-bf16": {"1": 1.0}}, "prefill_tflops": {}, "launch_us": {"pq2": {"1": 20.0}},
+    "small": [],
+}  # fmt: skip
 
 
-def test_the_launches_tried_are_launches_that_the_tables_have() -> None:
-    from pq2.dispatch import table
+def test_results_are_told_beside_their_floor() -> None:
+    lines = bench.table_lines(FOUND)
+    assert lines[0] == "a GPU, copy 1.00 TB/s; a step's weights at that rate: 0.21 ms"
+    assert "| step, ms | M=1 |" in lines
+    assert "| pq2 | 0.500 |" in lines
+    assert "| CPU of a call, us | M=1 |" in lines
+    assert "| 16384x5120 | 48 | 4.00 | 10.00 | 20.00 |" in lines
+    assert not any("prefill" in line for line in lines)
 
-    _, rows = table("sm_90")
-    tuned = {(one.n, one.k) for shape in bench.TUNED_SHAPES for one in bench.projections(shape) if one.converted}
-    assert {tuple(launch) for launch in rows.values()} <= set(bench.TUNE)
-    assert {name for name in rows if name != "default"} & {f"{n}x{k}" for n, k in tuned}
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    for arch in ("sm_86", "sm_90"):
+        name, table = launches.table(arch)
+        assert name == arch
+        text = tune.write(table)
+        assert launches.read_table(text) == table
+        assert json.loads(text)["tuned"].keys() == {"1", "8", "16"}
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 5120), (1, 640), (8, 6144), (16, 17408)])
+def test_candidates_are_entries_that_take_the_shape(m: int, k: int) -> None:
+    found = tune.candidates(m, k, tune._default(launches.table("sm_90")[1], m))
+    assert len(found) == len(set(found)) > (0 if k % 1024 else 5)
+    for entry in found:
+        assert k % entry.kind.k_multiple == 0
+        assert entry.kind.rows[0] <= m <= entry.kind.rows[1]
+        assert launches.read_entry(launches.write_entry(entry)) == entry

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,21 +24,97 @@ def _count(kernel: dict, *starts: str) -> int:
     return sum(count for word, count in kernel["instructions"].items() if word.startswith(starts))
 
 
+SPILLED = 32
+"""Bytes of a thread's that `ring` may keep in local memory where it uses all 255 registers: for 16 tokens, or a long K."""
+SHARED = {86: 99 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory that a program may have."""
+BOTH = "ring 16 40 (32, 4, 2, 5, 2, 0, 1, 1)"
+"""A kernel that both architectures compile, although only one has the room to run it."""
+
+
 @pytest.mark.parametrize("arch", [86, 90])
 def test_nothing_spills(arch: int) -> None:
     kernels = _compiled(arch)
     families = {name.split()[0] for name in kernels}
-    assert families >= {"quantize", "single", "legacy", "legacy_single", "small_gemm", "embedding"}
-    assert {name: (kernel["local"], kernel["stack"]) for name, kernel in kernels.items()} == dict.fromkeys(
-        kernels, (0, 0)
-    )
-    assert all(kernel["registers"] <= 255 for kernel in kernels.values())
+    assert families >= {
+        "quantize", "single", "single_ring", "direct", "ring", "combine", "legacy", "legacy_single", "small_gemm",
+        "embedding",
+    }  # fmt: skip
+    for name, kernel in kernels.items():
+        full = name.startswith("ring") and kernel["registers"] == 255
+        assert kernel["local"] == 0, name
+        assert kernel["stack"] <= (SPILLED if full else 0), name
+        assert kernel["registers"] <= 255, name
+        assert kernel["registers"] * kernel["warps"] * 32 <= 65536, name
+        assert kernel["dynamic"] <= SHARED[arch] or name == BOTH, name
+
+
+def _of(arch: int, path: str) -> dict[str, tuple[dict, list[int], int, int]]:
+    """The kernels of a path: what was compiled, the fields of the launch, tokens, groups of a row."""
+    found = {}
+    for name, kernel in _compiled(arch).items():
+        family, *rest = name.split(" ", 3)
+        if family == path:
+            tokens, groups, launch = rest
+            found[name] = (kernel, [int(value) for value in launch.strip("()").split(",")], int(tokens), int(groups))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+@pytest.mark.parametrize("path", ["direct", "ring"])
+def test_code_bytes_go_into_fragments_as_they_lie(arch: int, path: str) -> None:
+    for name, (kernel, launch, tokens, groups) in _of(arch, path).items():
+        block_n, warps_k, warps_n, sg = launch[:4]
+        split = launch[6] if path == "ring" else 1
+        # `direct` has its first steps apart from the loop over the others.
+        steps = -(-groups // (warps_k * split)) if path == "ring" else 2 * sg
+        products = steps * (block_n // (16 * warps_n)) * (tokens // 8) * 4  # four planes a group
+        assert _count(kernel, "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32") == products, name
+        assert _count(kernel, "ldmatrix") == 0, name
+        assert _count(kernel, "prmt") == 0, name
+        # A mask a word of codes and plane, three shifts, and no more than the addresses besides.
+        masks = steps * (block_n // (16 * warps_n)) * 16
+        assert masks <= _count(kernel, "and.b32") < masks + 40, name
+        assert _count(kernel, "ld.global", "ld.shared") >= steps, name
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+@pytest.mark.parametrize("path", ["ring", "single_ring"])
+def test_weights_come_by_cp_async_and_few_barriers(arch: int, path: str) -> None:
+    for name, (kernel, launch, _, groups) in _of(arch, path).items():
+        assert _count(kernel, "cp.async.cg.shared.global") > 0, name  # 16 bytes, past the L1 cache
+        assert _count(kernel, "cp.async.wait_group") > 0, name
+        if path == "ring":
+            _, warps_k, _, sg, stages, _, split, _ = launch
+            chunks = math.ceil(math.ceil(groups / (warps_k * split)) / sg)
+        else:
+            chunks, stages = 1, launch[4]
+        # Two a stage that is multiplied, two for sums over warps, and those of the stages that are filled first.
+        assert _count(kernel, "bar.sync") <= 2 * chunks + 3 + stages, name
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+def test_a_kernel_waits_for_the_one_before_it_where_launches_overlap(arch: int) -> None:
+    for name, kernel in _compiled(arch).items():
+        if name.split()[0] in ("quantize", "single_ring", "direct", "ring", "combine"):
+            assert _count(kernel, "griddepcontrol.wait") == (arch >= 90), name
+            assert _count(kernel, "griddepcontrol.launch_dependents") == (arch >= 90), name
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+def test_a_ring_of_one_row_multiplies_codes_as_they_lie(arch: int) -> None:
+    for name, (kernel, *_) in _of(arch, "single_ring").items():
+        words = _count(kernel, "dp4a") // 4
+        assert words, name
+        assert _count(kernel, "prmt") == 0, name
+        assert 4 * words <= _count(kernel, "and.b32") < 4 * words + 20, name
 
 
 @pytest.mark.parametrize("arch", [86, 90])
 def test_single_multiplies_codes_as_they_lie(arch: int) -> None:
-    kernels = {name: kernel for name, kernel in _compiled(arch).items() if name.startswith("single")}
-    assert len(kernels) > 5
+    kernels = {name: kernel for name, kernel in _compiled(arch).items() if name.startswith("single ")}
+    assert kernels
     for name, kernel in kernels.items():
         words = _count(kernel, "dp4a") // 4
         assert words, name

@@ -7,16 +7,17 @@ from pq2.errors import PathUnavailable, SwitchError
 
 
 def test_unset_is_tuned_on_cuda_and_the_reference_on_a_cpu() -> None:
-    assert switches.resolve({}, "cuda").key == "kernel set tuned, single=on, small_gemm=on"
-    assert switches.resolve({}, "cpu").key == "kernel set reference, single=off, small_gemm=off"
+    assert switches.resolve({}, "cuda").key == "kernel set tuned, single=on, small=on, ring=on, small_gemm=on"
+    assert switches.resolve({}, "cpu").key == ("kernel set reference, single=off, small=off, ring=off, small_gemm=off")
 
 
 @pytest.mark.parametrize(
     ("given", "paths"),
     [
         ({"PQ2_KERNELS": "legacy"}, set()),
-        ({"PQ2_KERNELS": "exact"}, {"single"}),
-        ({"PQ2_KERNELS": "tuned", "PQ2_SINGLE": "off"}, {"small_gemm"}),
+        ({"PQ2_KERNELS": "exact"}, {"single", "small"}),
+        ({"PQ2_KERNELS": "tuned", "PQ2_SINGLE": "off"}, {"small", "ring", "small_gemm"}),
+        ({"PQ2_KERNELS": "legacy", "PQ2_RING": "on"}, {"ring"}),
         ({"PQ2_KERNELS": "legacy", "PQ2_SMALL_GEMM": "on"}, {"small_gemm"}),
     ],
 )
@@ -51,7 +52,9 @@ def test_what_cannot_run_on_a_cpu_raises_there(given: dict[str, str]) -> None:
 
 def test_off_and_reference_hold_on_a_cpu() -> None:
     given = {"PQ2_KERNELS": "reference", "PQ2_SINGLE": "off"}
-    assert switches.resolve(given, "cpu").key == "kernel set reference, single=off, small_gemm=off"
+    assert switches.resolve(given, "cpu").key == (
+        "kernel set reference, single=off, small=off, ring=off, small_gemm=off"
+    )
 
 
 def test_the_reference_has_no_paths() -> None:
