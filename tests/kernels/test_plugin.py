@@ -95,7 +95,9 @@ def test_vllm_loads_the_plugin_by_its_entry_point_and_it_reports(site: Path) -> 
     assert found["config"] == "Pq2Config"
     assert found["report"]["choice"] == "kernel set reference, single=off, small=off, ring=off, small_gemm=off"
     assert found["report"]["given"] == {"PQ2_KERNELS": "reference"}
-    assert set(found["report"]["calls"]) == {"legacy", "single", "small_gemm", "dense", "reference"}
+    assert set(found["report"]["calls"]) == {
+        "legacy", "single", "direct", "ring", "small_gemm", "dense", "reference",
+    }  # fmt: skip
 
 
 def test_the_choice_is_logged_with_the_process(site: Path) -> None:
