@@ -36,13 +36,11 @@ def sylvester(size: tl.constexpr):
 @triton.jit
 def pq2_quantize_kernel(
     x_ptr, signs_ptr, q_ptr, scales_ptr, sums_ptr, stride_x, K,
-    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program quantises GROUPS groups of a row; LEFT * RIGHT is the rotation block they make up, LEFT 0 is none.
 
-    TOKENS 0 stores rows in the order `planes`, or `steps`; 8 or 16, `Fragments` tiled for so many: scales_ptr is their meta
-    then.
+    TOKENS 0 stores rows in the order `planes`; 8 or 16, `Fragments` tiled for so many: scales_ptr is their meta then.
     """
     if PDL:
         gdc_launch_dependents()
@@ -80,14 +78,6 @@ def pq2_quantize_kernel(
         byte = j // 4
         place = (j % 4) // 2 * (TOKENS * 64) + byte // 8 * 16 + j % 2 * 8 + byte % 8
         at = group[:, None] * (TOKENS * 128) + m * 64 + place[None, :]
-    elif STEPS:
-        # The prefill kernel copies the scales that a tile of tokens has for a group at once.
-        scales_at = group * ((tl.num_programs(0) + 3) // 4 * 4).to(tl.int64) + m
-        tl.store(scales_ptr + scales_at, scale, mask=inside)
-        tl.store(sums_ptr + m * count + group, tl.sum(q, axis=1), mask=inside)
-        byte = j // 4
-        place = (j % 2) * 64 + (byte // 2 % 2) * 32 + (byte // 4 % 2) * 16 + byte // 8 * 4 + byte % 2 * 2 + j % 4 // 2
-        at = m * K + group[:, None] * 128 + place[None, :]
     else:
         tl.store(scales_ptr + m * count + group, scale, mask=inside)
         tl.store(sums_ptr + m * count + group, tl.sum(q, axis=1), mask=inside)
@@ -117,22 +107,7 @@ def quantize_rows(
         torch.empty(m, count, dtype=torch.float32, device=x.device),
         torch.empty(m, count, dtype=torch.int32, device=x.device),
     )
-    _launch(x, signs, rotation, quantized, 0, False, pdl)
-    return quantized
-
-
-def quantize_steps(
-    x: torch.Tensor, signs: torch.Tensor | None = None, rotation: int = 0, pdl: bool = False
-) -> Quantized:
-    """Quantise in the order `steps`; the scales of a group lie side by side, at multiples of 16 bytes, as TMA wants them."""
-    m, k = x.shape
-    count = groups(k)
-    quantized = Quantized(
-        torch.empty(m, k, dtype=torch.int8, device=x.device),
-        torch.empty(count, triton.cdiv(m, 4) * 4, dtype=torch.float32, device=x.device)[:, :m].t(),
-        torch.empty(m, count, dtype=torch.int32, device=x.device),
-    )
-    _launch(x, signs, rotation, quantized, 0, True, pdl)
+    _launch(x, signs, rotation, quantized, 0, pdl)
     return quantized
 
 
@@ -146,7 +121,7 @@ def quantize_fragments(
         torch.empty(count, 2, tokens, 64, dtype=torch.int8, device=x.device),
         torch.empty(count, tokens, 2, dtype=torch.int32, device=x.device),
     )
-    _launch(x, signs, rotation, (*found, found.meta), tokens, False, pdl)
+    _launch(x, signs, rotation, (*found, found.meta), tokens, pdl)
     return found
 
 
@@ -156,7 +131,6 @@ def _launch(
     rotation: int,
     results: tuple[torch.Tensor, ...],
     tokens: int,
-    steps: bool,
     pdl: bool,
 ) -> None:
     m, k = x.shape
@@ -164,7 +138,7 @@ def _launch(
     if m:
         pq2_quantize_kernel[(m, triton.cdiv(groups(k), per_program))](
             x, signs if signs is not None else x, *results, x.stride(0), k,
-            GROUPS=per_program, LEFT=left, RIGHT=right, TOKENS=tokens, STEPS=steps, PDL=pdl,
+            GROUPS=per_program, LEFT=left, RIGHT=right, TOKENS=tokens, PDL=pdl,
             num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
         )  # fmt: skip
 

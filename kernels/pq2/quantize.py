@@ -9,8 +9,6 @@ Orders of the 128 bytes of a group, chosen so that the kernel unpacks weights wi
 * `fragments`: what a lane t of mma m16n8k32 holds of operand B, plane after plane. Its two words of code bytes, 8 t to
   8 t + 7, meet bytes 4 t and 16 + 4 t of a k-step. Planes go in pairs, 64 bytes each, so that a lane has 16 bytes of a
   pair: (s // 2) * 64 + t * 16 + (s % 2) * 8 + byte % 8. Rows are tiled as the kernels read them: `Fragments`.
-* `steps`: four steps of 32, each the planes s % 2 and s % 2 + 2 of half of the code bytes. In that order a lane of wgmma
-  m64k32 that loaded 8 code bytes finds the weights of its fragment by looking up the nibbles of a word.
 
 Some ternary models rotate activations first: x * sign, then a normalised Walsh-Hadamard transform in Sylvester's order over
 blocks along the input. The transform is its own inverse, so the embedding, whose rows are stored rotated, transforms first
@@ -26,7 +24,7 @@ import torch
 from pq2.errors import FormatError
 from pq2.format import CODE_BYTES, GROUP, groups
 
-Order = Literal["natural", "planes", "fragments", "steps"]
+Order = Literal["natural", "planes", "fragments"]
 
 
 class Quantized(NamedTuple):
@@ -86,9 +84,6 @@ def places(order: Order) -> torch.Tensor:
     byte, s = j // 4, j % 4
     if order == "planes":
         return s * CODE_BYTES + byte
-    if order == "steps":
-        step = s % 2 * 2 + byte // 2 % 2
-        return step * 32 + byte // 4 % 2 * 16 + byte // 8 * 4 + byte % 2 * 2 + s // 2
     if order != "fragments":
         raise FormatError(f"{order!r}: orders of a group's bytes are {', '.join(get_args(Order))}")
     return s // 2 * 64 + byte // 8 * 16 + s % 2 * 8 + byte % 8

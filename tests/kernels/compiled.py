@@ -48,7 +48,7 @@ def _kernels(arch):
     pdl = arch >= 90
     quantize = activations.pq2_quantize_kernel
     for name, left, tokens in (("", 0, 0), (" rotated", 32, 0), (" fragments", 0, 16)):
-        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "TOKENS": tokens, "STEPS": False, "PDL": pdl}
+        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "TOKENS": tokens, "PDL": pdl}
         yield f"quantize{name}", quantize, "quantize", constants, 4
     yield "legacy_single", legacy.pq2_legacy_single_kernel, "legacy_single", ONE_ROW, LAUNCH.num_warps
     for m in (16, 32, 64, 128):
