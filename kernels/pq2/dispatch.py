@@ -63,6 +63,7 @@ def legacy_tile(m: int) -> Tile:
     return Tile(128, 128, 8)
 
 
+@functools.lru_cache(maxsize=4096)
 def entry_for(choice: Choice, arch: str, m: int, n: int, k: int) -> Entry | None:
     """How m rows times a weight [n, k] are multiplied; None is `legacy`.
 
