@@ -33,21 +33,9 @@ def dp4a(a, b, c):
 
 
 @gluon.jit
-def words_of_rows(x, ROWS: gl.constexpr, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """[ROWS, HALVES * 4] -> the four words of each half of a group, [ROWS, HALVES] each."""
-    even, odd = gl.split(gl.reshape(x, (ROWS, HALVES, 2, 2)))
-    w0, w2 = gl.split(even)
-    w1, w3 = gl.split(odd)
-    return (
-        gl.convert_layout(w0, LAYOUT, assert_trivial=True), gl.convert_layout(w1, LAYOUT, assert_trivial=True),
-        gl.convert_layout(w2, LAYOUT, assert_trivial=True), gl.convert_layout(w3, LAYOUT, assert_trivial=True),
-    )  # fmt: skip
-
-
-@gluon.jit
-def words_of_activations(x, HALVES: gl.constexpr, LAYOUT: gl.constexpr):
-    """[HALVES * 4] -> the four words of each half of a group, [HALVES] each."""
-    even, odd = gl.split(gl.reshape(x, (HALVES, 2, 2)))
+def words(x, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """[..., HALVES * 4] -> the four words of each half of a group, SHAPE ([..., HALVES]) each."""
+    even, odd = gl.split(gl.reshape(x, SHAPE + (2, 2)))
     w0, w2 = gl.split(even)
     w1, w3 = gl.split(odd)
     return (
@@ -132,7 +120,7 @@ def pq2_single_ring_kernel(
         planes = ()
         for s in gl.static_range(4):
             q = gl.load(q_ptr + (at // 8) * 32 + s * 8 + at % 8, mask=at < G * 8, other=0)
-            planes = planes + (words_of_activations(q, HALVES, ACROSS),)
+            planes = planes + (words(q, (HALVES,), ACROSS),)
         total_of_group = gl.load(sums_ptr + (c * HALVES + half) // 2, mask=inside, other=0)
         # T is taken back once, by the first half of a group.
         start = 0x4B400000 - gl.where(half % 2 == 0, total_of_group, 0)
@@ -148,12 +136,12 @@ def pq2_single_ring_kernel(
         )  # fmt: skip
         total = gl.full((ROWS, HALVES), 0.0, gl.float32, SUMS)
         for c in gl.static_range(BLOCKS):
-            words = words_of_rows(codes_ring[c].index(stage).load(WORDS), ROWS, HALVES, SUMS)
+            codes = words(codes_ring[c].index(stage).load(WORDS), (ROWS, HALVES), SUMS)
             dot = gl.full((ROWS, HALVES), 0, gl.int32, SUMS) + kept[c][1][None, :]
             for i in gl.static_range(4):
                 for s in gl.static_range(4):
                     activations = gl.full((ROWS, HALVES), 0, gl.int32, SUMS) + kept[c][0][s][i][None, :]
-                    dot = dp4a((words[i] >> (2 * s)) & 0x03030303, activations, dot)
+                    dot = dp4a((codes[i] >> (2 * s)) & 0x03030303, activations, dot)
             shared_d = d_ring.index(stage).slice(c * HALVES // 2, HALVES // 2, dim=1)
             d = scales_of_halves(shared_d, ROWS, HALVES, LANES, WARPS_N, WARPS_K, SUMS)
             total += (dot.to(gl.float32, bitcast=True) - START) * (d * kept[c][2][None, :])
