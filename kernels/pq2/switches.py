@@ -94,6 +94,11 @@ def resolve(environ: Mapping[str, str], device: str) -> Choice:
     if kernel_set == "reference" and device == "cuda" and paths:
         on = ", ".join(f"{variable(path)}=on" for path in PATHS if path in paths)
         raise SwitchError(f"{on}: the set reference runs no kernels; choose another {KERNELS}, or leave it unset")
+    if kernel_set == "exact" and "ring" in paths:
+        raise SwitchError(
+            f"{variable('ring')}=on: it adds in another order than the older kernels, so it has no place in the set exact; "
+            f"choose another {KERNELS}, or leave it unset"
+        )
     if device != "cuda":
         asked = [f"{KERNELS}={kernel_set}"] if kernel_set != "reference" else []
         asked += [f"{variable(path)}=on" for path in PATHS if path in paths and overrides[path]]

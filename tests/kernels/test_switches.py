@@ -57,6 +57,12 @@ def test_off_and_reference_hold_on_a_cpu() -> None:
     )
 
 
+def test_the_exact_set_has_no_ring() -> None:
+    with pytest.raises(SwitchError, match="PQ2_RING=on: it adds in another order than the older kernels"):
+        switches.resolve({"PQ2_KERNELS": "exact", "PQ2_RING": "on"}, "cuda")
+    assert "ring" not in switches.resolve({"PQ2_KERNELS": "exact", "PQ2_RING": "off"}, "cuda").paths
+
+
 def test_the_reference_has_no_paths() -> None:
     with pytest.raises(SwitchError, match="PQ2_SINGLE=on: the set reference runs no kernels"):
         switches.resolve({"PQ2_KERNELS": "reference", "PQ2_SINGLE": "on"}, "cuda")
