@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import statistics
 import sys
@@ -289,6 +290,9 @@ def main() -> int:
     arguments = parser().parse_args()
     if not torch.cuda.is_available():
         print("pq2.bench: needs a CUDA device: nothing is measured on a CPU", file=sys.stderr)
+        return 2
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        print("pq2.bench: --plot needs matplotlib: install it here, or leave the option out", file=sys.stderr)
         return 2
     torch.manual_seed(0)
     found = measure(arguments.shape, arguments.rows, dispatch.arch_of(torch.device("cuda", 0)))

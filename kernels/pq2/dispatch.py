@@ -49,7 +49,7 @@ def _tell_table(arch: str) -> None:
 
 
 WARM_ROWS = (1, 2, 9, 17, 33, 65)
-"""Numbers of rows that between them run every path and tile."""
+"""Numbers of rows that between them run every tile of `legacy`, and `direct` and `ring` for 8 and for 16 tokens."""
 
 
 def legacy_tile(m: int) -> Tile:
@@ -61,6 +61,11 @@ def legacy_tile(m: int) -> Tile:
     if m <= 64:
         return Tile(64, 64, 4)
     return Tile(128, 128, 8)
+
+
+def _table_set(choice: Choice) -> str:
+    """Which part of a table holds: a path that is switched on in the set `legacy` is the one that users get by default."""
+    return "exact" if choice.kernel_set == "exact" else "tuned"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,9 +81,7 @@ def entry_for(choice: Choice, arch: str, m: int, n: int, k: int) -> Entry | None
         raise PathUnavailable(
             "the kernel set reference runs no kernels: its products go through pq2.ops.reference_linear"
         )
-    # A path that is switched on in the set `legacy` is the one that a user would get by default.
-    kernel_set = "exact" if choice.kernel_set == "exact" else "tuned"
-    for entry in launches.candidates(arch, kernel_set, m, n, k):
+    for entry in launches.candidates(arch, _table_set(choice), m, n, k):
         kind = entry.kind
         fewest, most = kind.rows
         if not choice.on(kind.switch) or k % kind.k_multiple or not fewest <= m <= most:
@@ -194,12 +197,15 @@ def warm_up(
     arch = arch_of(weight.data.device)
     if choice.paths and choice.kernel_set != "exact":
         _tell_table(arch)
-    entries = tuple(entry_for(choice, arch, m, n, k) for m in WARM_ROWS)
+    by_rows = launches.table(arch)[1].get(_table_set(choice), {})
+    # And the first number of rows of each key of the table: that is another entry.
+    warm_rows = sorted({*WARM_ROWS, *(rows + 1 for rows in by_rows)})
+    entries = tuple(entry_for(choice, arch, m, n, k) for m in warm_rows)
     key = (k, n % 16 == 0, dtype, rotation, choice.key, entries)
     if key in _warm:
         return
     calls = dict(CALLS)
-    for m in WARM_ROWS:
+    for m in warm_rows:
         matmul(torch.ones(m, k, dtype=dtype, device=weight.data.device), weight, choice, signs, rotation)
     CALLS.update(calls)
     _warm.add(key)

@@ -79,7 +79,7 @@ class Kind(NamedTuple):
         switch: The path whose switch turns it on.
         gluon: Whether it is written in Gluon, which Triton's interpreter does not run.
         k_multiple: K must be a multiple of it.
-        rows: The most rows it takes, and the fewest.
+        rows: The fewest rows it takes, and the most.
     """
 
     launch: type[Launch]

@@ -21,7 +21,7 @@ from pq2.errors import PathUnavailable
 from pq2.format import Prepared
 from pq2.quantize import Quantized
 from pq2.ring import copy_layout
-from pq2.tiles import START, power_of_two
+from pq2.tiles import START, START_BITS, power_of_two
 
 
 @gluon.jit
@@ -123,7 +123,7 @@ def pq2_single_ring_kernel(
             planes = planes + (words(q, (HALVES,), ACROSS),)
         total_of_group = gl.load(sums_ptr + (c * HALVES + half) // 2, mask=inside, other=0)
         # T is taken back once, by the first half of a group.
-        start = 0x4B400000 - gl.where(half % 2 == 0, total_of_group, 0)
+        start = START_BITS - gl.where(half % 2 == 0, total_of_group, 0)
         scale = gl.load(xs_ptr + (c * HALVES + half) // 2, mask=inside, other=0.0)
         kept = kept + ((planes, start, scale),)
     tiles = (N + ROWS - 1) // ROWS

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from pq2 import quantize
 
 START = gl.constexpr(float(quantize.START))
+START_BITS = gl.constexpr(quantize.START_BITS)
 
 PLANES = gl.constexpr(
     "{ .reg .b32 t; and.b32 $0, $4, 0x03030303; shr.u32 t, $4, 2; and.b32 $1, t, 0x03030303; "

@@ -32,9 +32,8 @@ TUNED_SHAPES = ("hybrid-27b", "hybrid-8b", "qwen3-8b")
 """Whose projections the tables have."""
 ROWS = (1, 8, 16)
 """Numbers of rows that have entries."""
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that programs on a multiprocessor of an H200 share."""
 AGAIN = 2
+"""How many of the best are timed again."""
 
 
 def candidates(m: int, k: int, default: list[Entry]) -> list[Entry]:
@@ -124,12 +123,20 @@ def best(n: int, k: int, m: int, entries: list[Entry]) -> tuple[Entry, dict[Entr
     return named[min(again, key=again.__getitem__)], {named[name]: time for name, time in (times | again).items()}
 
 
+def weight(text: str) -> tuple[int, int]:
+    """`NxK`, as the command takes it."""
+    n, _, k = text.partition("x")
+    if not (n.isdecimal() and k.isdecimal() and int(n) > 0 and int(k) > 0 and int(k) % pq2_format.GROUP == 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: a weight is NxK, such as 5120x6144, K a multiple of 128")
+    return int(n), int(k)
+
+
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     found = argparse.ArgumentParser(
         prog="python -m pq2.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--weights", nargs="+", metavar="NxK", help="default: those of the tuned shapes")
+    found.add_argument("--weights", type=weight, nargs="+", metavar="NxK", help="default: those of the tuned shapes")
     found.add_argument(
         "--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS, metavar="M", help="default: all"
     )
@@ -146,8 +153,7 @@ def main() -> int:
     arch = dispatch.arch_of(torch.device("cuda", 0))
     _, table = launches.table(arch)
     ternary = [one for shape in TUNED_SHAPES for one in projections(shape) if one.converted]
-    names = arguments.weights or list(dict.fromkeys(f"{one.n}x{one.k}" for one in ternary))
-    shapes = [tuple(map(int, name.split("x"))) for name in names]
+    shapes = arguments.weights or list(dict.fromkeys((one.n, one.k) for one in ternary))
     jobs = {
         (entry, m, k): None for m in arguments.rows for _, k in shapes for entry in candidates(m, k, _default(table, m))
     }

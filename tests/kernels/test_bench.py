@@ -36,7 +36,7 @@ def test_every_documented_command_is_one() -> None:
     assert (parsed[3]["json"], parsed[3]["plot"]) == (Path("FILE"), Path("FILE"))
     parsed = [vars(tune.parser().parse_args(command)) for command in _documented(tune)]
     assert parsed[0]["out"] == Path("kernels/pq2/tables/sm_90.json")
-    assert (parsed[1]["weights"], parsed[1]["rows"]) == (["5120x17408"], [8, 16])
+    assert (parsed[1]["weights"], parsed[1]["rows"]) == ([(5120, 17408)], [8, 16])
 
 
 def test_a_step_has_every_product_as_often_as_the_model_and_mixes_them() -> None:
@@ -86,3 +86,10 @@ def test_candidates_are_entries_that_take_the_shape(m: int, k: int) -> None:
         assert k % entry.kind.k_multiple == 0
         assert entry.kind.rows[0] <= m <= entry.kind.rows[1]
         assert launches.read_entry(launches.write_entry(entry)) == entry
+
+
+@pytest.mark.parametrize("text", ["5120", "5120x", "x128", "0x128", "64x100", "-1x128", "64x128x2"])
+def test_a_weight_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.parser().parse_args([f"--weights={text}"])
+    assert "a weight is NxK, such as 5120x6144, K a multiple of 128" in capsys.readouterr().err

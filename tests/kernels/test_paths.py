@@ -1,5 +1,7 @@
 """Every path against the float64 reference, on fresh random inputs: interpreted without a GPU, compiled with one."""
 
+import json
+
 import pytest
 import torch
 from conftest import DEVICE
@@ -248,6 +250,19 @@ def test_another_architectures_launch_table_is_told_once(monkeypatch: pytest.Mon
         dispatch._warm.clear()
         dispatch.warm_up(pq2_format.random(16, 128, DEVICE), torch.float32, _choice("tuned"))
     assert told == ["pq2: no launch table for sm_89: it takes sm_86's; python -m pq2.tune makes one"]
+
+
+def test_every_key_of_a_table_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of rows that has an entry of its own is not compiled for in a request."""
+    single = [{"path": "single", "block_n": 4, "block_g": 8, "num_warps": 1}]
+    text = json.dumps({"tuned": {rows: {"default": single} for rows in ("1", "3", "24")}})
+    monkeypatch.setattr(launches, "table", lambda arch: (arch, launches.read_table(text)))
+    monkeypatch.setattr(dispatch, "entry_for", dispatch.entry_for.__wrapped__)  # what is remembered is of the real table
+    ran = []
+    monkeypatch.setattr(dispatch, "matmul", lambda x, *rest: ran.append(x.shape[0]))
+    monkeypatch.setattr(dispatch, "_warm", set())
+    dispatch.warm_up(pq2_format.random(48, 128, DEVICE), torch.float32, _choice("tuned"))
+    assert ran == [1, 2, 4, 9, 17, 25, 33, 65]
 
 
 def test_the_reference_is_not_run_by_a_kernel_under_its_name() -> None:
