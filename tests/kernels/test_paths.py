@@ -257,7 +257,8 @@ def test_every_key_of_a_table_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> N
     single = [{"path": "single", "block_n": 4, "block_g": 8, "num_warps": 1}]
     text = json.dumps({"tuned": {rows: {"default": single} for rows in ("1", "3", "24")}})
     monkeypatch.setattr(launches, "table", lambda arch: (arch, launches.read_table(text)))
-    monkeypatch.setattr(dispatch, "entry_for", dispatch.entry_for.__wrapped__)  # what is remembered is of the real table
+    # What is remembered is of the real table.
+    monkeypatch.setattr(dispatch, "entry_for", dispatch.entry_for.__wrapped__)
     ran = []
     monkeypatch.setattr(dispatch, "matmul", lambda x, *rest: ran.append(x.shape[0]))
     monkeypatch.setattr(dispatch, "_warm", set())
