@@ -1,4 +1,4 @@
-"""The quantising kernel: bf16, fp16 or fp32 rows [M, K] -> `quantize.Quantized` or `Fragments`, rotated first where asked.
+"""The quantising kernel: floating rows [M, K] -> `quantize.Quantized`, `Fragments` or `Steps`, rotated first where asked.
 
 Reference: `quantize.quantize` (without a rotation bit for bit); test: tests/kernels/test_paths.py.
 """
@@ -14,7 +14,7 @@ from pq2 import quantize
 from pq2.errors import PathUnavailable
 from pq2.format import GROUP, groups
 from pq2.intrinsics import round_half_even
-from pq2.quantize import Fragments, Quantized, check_rotation
+from pq2.quantize import Fragments, Quantized, Steps, check_rotation, padded
 
 ROTATIONS = (256, 512, 1024, 2048, 4096)
 """Rotation blocks the kernel has: products of two factors of 16 to 64, which is what its two matrix products need."""
@@ -36,11 +36,13 @@ def sylvester(size: tl.constexpr):
 @triton.jit
 def pq2_quantize_kernel(
     x_ptr, signs_ptr, q_ptr, scales_ptr, sums_ptr, stride_x, K,
-    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program quantises GROUPS groups of a row; LEFT * RIGHT is the rotation block they make up, LEFT 0 is none.
 
-    TOKENS 0 stores rows in the order `planes`; 8 or 16, `Fragments` tiled for so many: scales_ptr is their meta then.
+    TOKENS 0 stores rows in the order `planes`, or `Steps`; 8 or 16, `Fragments` tiled for so many: scales_ptr is their meta
+    then.
     """
     if PDL:
         gdc_launch_dependents()
@@ -78,6 +80,11 @@ def pq2_quantize_kernel(
         byte = j // 4
         place = (j % 4) // 2 * (TOKENS * 64) + byte // 8 * 16 + j % 2 * 8 + byte % 8
         at = group[:, None] * (TOKENS * 128) + m * 64 + place[None, :]
+    elif STEPS:
+        tl.store(scales_ptr + group.to(tl.int64) * ((tl.num_programs(0) + 3) // 4 * 4) + m, scale, mask=inside)
+        byte = j // 4
+        place = (j % 2) * 64 + (byte // 2 % 2) * 32 + (byte // 4 % 2) * 16 + byte // 8 * 4 + byte % 2 * 2 + j % 4 // 2
+        at = m * K + group[:, None] * 128 + place[None, :]
     else:
         tl.store(scales_ptr + m * count + group, scale, mask=inside)
         tl.store(sums_ptr + m * count + group, tl.sum(q, axis=1), mask=inside)
@@ -107,8 +114,19 @@ def quantize_rows(
         torch.empty(m, count, dtype=torch.float32, device=x.device),
         torch.empty(m, count, dtype=torch.int32, device=x.device),
     )
-    _launch(x, signs, rotation, quantized, 0, pdl)
+    _launch(x, signs, rotation, quantized, 0, False, pdl)
     return quantized
+
+
+def quantize_steps(x: torch.Tensor, signs: torch.Tensor | None = None, rotation: int = 0, pdl: bool = False) -> Steps:
+    """Quantise many rows, for the kernels of prefill; otherwise as `quantize_rows`."""
+    m, k = x.shape
+    found = Steps(
+        torch.empty(m, k, dtype=torch.int8, device=x.device),
+        torch.empty(groups(k), padded(m), dtype=torch.float32, device=x.device),
+    )
+    _launch(x, signs, rotation, (*found, found.scales), 0, True, pdl)
+    return found
 
 
 def quantize_fragments(
@@ -121,7 +139,7 @@ def quantize_fragments(
         torch.empty(count, 2, tokens, 64, dtype=torch.int8, device=x.device),
         torch.empty(count, tokens, 2, dtype=torch.int32, device=x.device),
     )
-    _launch(x, signs, rotation, (*found, found.meta), tokens, pdl)
+    _launch(x, signs, rotation, (*found, found.meta), tokens, False, pdl)
     return found
 
 
@@ -131,6 +149,7 @@ def _launch(
     rotation: int,
     results: tuple[torch.Tensor, ...],
     tokens: int,
+    steps: bool,
     pdl: bool,
 ) -> None:
     m, k = x.shape
@@ -138,7 +157,7 @@ def _launch(
     if m:
         pq2_quantize_kernel[(m, triton.cdiv(groups(k), per_program))](
             x, signs if signs is not None else x, *results, x.stride(0), k,
-            GROUPS=per_program, LEFT=left, RIGHT=right, TOKENS=tokens, PDL=pdl,
+            GROUPS=per_program, LEFT=left, RIGHT=right, TOKENS=tokens, STEPS=steps, PDL=pdl,
             num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
         )  # fmt: skip
 

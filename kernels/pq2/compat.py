@@ -8,3 +8,4 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy as _asyn
 copy_async = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
 commit_group = _async_copy.commit_group
 wait_group = _async_copy.wait_group
+mbarrier_arrive = _async_copy.mbarrier_arrive

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pq2 import launches
 from pq2.errors import PathUnavailable
-from pq2.launches import Direct, Entry, Ring, Single, SingleRing
+from pq2.launches import ANY, Direct, Entry, Prefill, PrefillWgmma, Ring, Single, SingleRing
 from pq2.switches import Choice
 
 if TYPE_CHECKING:
     import torch
 
     from pq2.format import Prepared
-    from pq2.quantize import Fragments, Quantized
+    from pq2.quantize import Fragments, Quantized, Steps
 
 logger = logging.getLogger("vllm.pq2")
 
-CALLS = dict.fromkeys(("legacy", "single", "direct", "ring", "small_gemm", "dense", "reference"), 0)
+CALLS = dict.fromkeys(("legacy", "single", "direct", "ring", "prefill", "small_gemm", "dense", "reference"), 0)
 """Products dispatched to each path in this process. What a CUDA graph replays is counted once, when it is captured. `dense`
 are small projections that vLLM's own product took, with more rows than `small_gemm` has."""
 
@@ -154,19 +154,21 @@ def run(
 
 def quantized_for(
     entry: Entry, x: torch.Tensor, signs: torch.Tensor | None = None, rotation: int = 0
-) -> Quantized | Fragments:
+) -> Quantized | Fragments | Steps:
     """Activations as the path of an entry takes them."""
-    from pq2.activations import quantize_fragments, quantize_rows
+    from pq2.activations import quantize_fragments, quantize_rows, quantize_steps
 
     pdl = dependent_launch(x.device)
     if isinstance(entry.launch, Single | SingleRing):
         return quantize_rows(x, signs, rotation, pdl)
+    if isinstance(entry.launch, Prefill | PrefillWgmma):
+        return quantize_steps(x, signs, rotation, pdl)
     return quantize_fragments(x, 8 if x.shape[0] <= 8 else 16, signs, rotation, pdl)
 
 
 def multiply(entry: Entry, x: Any, m: int, weight: Prepared, out: torch.Tensor) -> None:
     """The product alone: activations of m rows, as `quantized_for` gave them, times a weight, into out."""
-    from pq2 import direct, ring, single, single_ring
+    from pq2 import direct, prefill, prefill_wgmma, ring, single, single_ring
 
     launch = entry.launch
     pdl = dependent_launch(out.device)
@@ -179,6 +181,10 @@ def multiply(entry: Entry, x: Any, m: int, weight: Prepared, out: torch.Tensor) 
         direct.direct(x, m, weight, out, *launch, pdl)
     elif isinstance(launch, Ring):
         ring.ring(x, m, weight, out, *launch[:-1], launch.per_sm * multiprocessors(out.device), pdl)
+    elif isinstance(launch, Prefill):
+        prefill.prefill(x, weight, out, *launch)
+    else:
+        prefill_wgmma.prefill_wgmma(x, weight, out, *launch, multiprocessors(out.device), pdl)
 
 
 _warm: set[tuple[object, ...]] = set()
@@ -199,7 +205,7 @@ def warm_up(
         _tell_table(arch)
     by_rows = launches.table(arch)[1].get(_table_set(choice), {})
     # And the first number of rows of each key of the table: that is another entry.
-    warm_rows = sorted({*WARM_ROWS, *(rows + 1 for rows in by_rows)})
+    warm_rows = sorted({*WARM_ROWS, *(rows + 1 for rows in by_rows if rows != ANY)})
     entries = tuple(entry_for(choice, arch, m, n, k) for m in warm_rows)
     key = (k, n % 16 == 0, dtype, rotation, choice.key, entries)
     if key in _warm:

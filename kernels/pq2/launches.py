@@ -5,8 +5,8 @@ A table is a JSON file `tables/ARCH.json`, made by `python -m pq2.tune` or by ha
     {"tuned": {"8": {"default": [ENTRY, ...], "5120x6144": [ENTRY, ...]}, "16": ...}, "exact": {...}}
 
 `tuned` and `exact` are kernel sets; a key below is a number of rows, and serves all numbers up to it that a smaller key
-does not; `NxK` is a weight. An entry names its path and the fields of that path's launch: {"path": "single", "block_n": 4,
-"block_g": 32, "num_warps": 1}.
+does not (`any` serves all others); `NxK` is a weight. An entry names its path and the fields of that path's launch:
+{"path": "single", "block_n": 4, "block_g": 32, "num_warps": 1}.
 
 The rule for a weight that a table does not have: the entries of the weight with the same K whose N is nearest, by ratio;
 then the default. In any case the default follows, as those entries may be switched off or may not take the shape. An
@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import sys
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from typing import Any, NamedTuple
 from pq2.errors import FormatError
 
 FALLBACK = "sm_86"
+ANY = sys.maxsize
+"""The number of rows that a table calls `any`."""
 
 
 class Single(NamedTuple):
@@ -68,7 +71,30 @@ class Ring(NamedTuple):
     per_sm: int
 
 
-Launch = Single | SingleRing | Direct | Ring
+class Prefill(NamedTuple):
+    """`prefill.prefill`."""
+
+    block_m: int
+    block_n: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    band: int
+
+
+class PrefillWgmma(NamedTuple):
+    """`prefill_wgmma.prefill_wgmma`; `per_sm` are its programs on a multiprocessor."""
+
+    block_m: int
+    consumers: int
+    stages: int
+    sg: int
+    split: int
+    band: int
+    per_sm: int
+
+
+Launch = Single | SingleRing | Direct | Ring | Prefill | PrefillWgmma
 
 
 class Kind(NamedTuple):
@@ -94,6 +120,8 @@ KINDS = {
     "single_ring": Kind(SingleRing, "single", True, 1024, (1, 1)),
     "direct": Kind(Direct, "small", True, 128, (1, 16)),
     "ring": Kind(Ring, "ring", True, 1024, (1, 16)),
+    "prefill": Kind(Prefill, "prefill", True, 128, (1, ANY)),
+    "prefill_wgmma": Kind(PrefillWgmma, "prefill", True, 256, (1, ANY)),
 }
 """What an entry may name as its path."""
 
@@ -111,8 +139,13 @@ class Entry(NamedTuple):
 
     @property
     def counter(self) -> str:
-        """The counter of its calls: `single_ring` is how `single` is tuned."""
-        return "single" if self.path == "single_ring" else self.path
+        """The counter of its calls: `single_ring` is how `single` is tuned, and `prefill_wgmma` is sm_90's `prefill`."""
+        return self.path.removesuffix("_ring").removesuffix("_wgmma")
+
+
+def rows_name(rows: int) -> str:
+    """What a table calls a number of rows."""
+    return "any" if rows == ANY else str(rows)
 
 
 def read_entry(fields: dict[str, Any]) -> Entry:
@@ -152,7 +185,7 @@ def read_table(text: str) -> Table:
         for rows, weights in by_rows.items():
             if "default" not in weights:
                 raise FormatError(f"launch table: {kernel_set}, {rows} rows: no default")
-            found[kernel_set][int(rows)] = {
+            found[kernel_set][ANY if rows == "any" else int(rows)] = {
                 weight: [read_entry(fields) for fields in entries] for weight, entries in weights.items()
             }
     return found

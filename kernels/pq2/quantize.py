@@ -9,6 +9,8 @@ Orders of the 128 bytes of a group, chosen so that the kernel unpacks weights wi
 * `fragments`: what a lane t of mma m16n8k32 holds of operand B, plane after plane. Its two words of code bytes, 8 t to
   8 t + 7, meet bytes 4 t and 16 + 4 t of a k-step. Planes go in pairs, 64 bytes each, so that a lane has 16 bytes of a
   pair: (s // 2) * 64 + t * 16 + (s % 2) * 8 + byte % 8. Rows are tiled as the kernels read them: `Fragments`.
+* `steps`: four steps of 32, each the planes s % 2 and s % 2 + 2 of half of the code bytes. In that order a lane of wgmma
+  m64k32 that loaded 8 code bytes finds the weights of its fragment by looking up the nibbles of a word.
 
 Some ternary models rotate activations first: x * sign, then a normalised Walsh-Hadamard transform in Sylvester's order over
 blocks along the input. The transform is its own inverse, so the embedding, whose rows are stored rotated, transforms first
@@ -24,7 +26,7 @@ import torch
 from pq2.errors import FormatError
 from pq2.format import CODE_BYTES, GROUP, groups
 
-Order = Literal["natural", "planes", "fragments"]
+Order = Literal["natural", "planes", "fragments", "steps"]
 
 
 class Quantized(NamedTuple):
@@ -60,6 +62,32 @@ class Fragments(NamedTuple):
     meta: torch.Tensor
 
 
+class Steps(NamedTuple):
+    """Many rows of activations as the kernels of prefill take them.
+
+    Attributes:
+        q: int8 [M, K], order `steps`.
+        scales: fp32 [K / 128, M rounded up to a multiple of 4]: those of a group side by side, and groups at multiples of
+            16 bytes, as bulk copies want them. Those beyond M are never used.
+    """
+
+    q: torch.Tensor
+    scales: torch.Tensor
+
+
+def padded(m: int) -> int:
+    """Scales of a group in `Steps`."""
+    return (m + 3) // 4 * 4
+
+
+def steps(quantized: Quantized) -> Steps:
+    """Lay out what `quantize` gave in the order `steps`: plain PyTorch, for tests; scales beyond M are NaN."""
+    m, count = quantized.scales.shape
+    scales = quantized.scales.new_full((count, padded(m)), torch.nan)
+    scales[:, :m] = quantized.scales.T
+    return Steps(quantized.q, scales)
+
+
 def fragments(quantized: Quantized, tokens: int) -> Fragments:
     """Tile what `quantize` gave in the order `fragments`: plain PyTorch, for tests; tokens beyond M are zeros."""
     m, k = quantized.q.shape
@@ -84,6 +112,9 @@ def places(order: Order) -> torch.Tensor:
     byte, s = j // 4, j % 4
     if order == "planes":
         return s * CODE_BYTES + byte
+    if order == "steps":
+        step = s % 2 * 2 + byte // 2 % 2
+        return step * 32 + byte // 4 % 2 * 16 + byte // 8 * 4 + byte % 2 * 2 + s // 2
     if order != "fragments":
         raise FormatError(f"{order!r}: orders of a group's bytes are {', '.join(get_args(Order))}")
     return s // 2 * 64 + byte // 8 * 16 + s % 2 * 8 + byte % 8

@@ -218,10 +218,11 @@ def pq2_combine_kernel(parts_ptr, out_ptr, size, SPLIT: tl.constexpr, BLOCK: tl.
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(parts_ptr + at, mask=at < size, other=0.0)
     for part in tl.static_range(1, SPLIT):
-        total += tl.load(parts_ptr + part * size + at, mask=at < size, other=0.0)
+        parts_ptr += size
+        total += tl.load(parts_ptr + at, mask=at < size, other=0.0)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
 
 
@@ -260,6 +261,12 @@ def ring(
         SPLIT=split, PDL=pdl, num_warps=warps_k * warps_n, enable_fp_fusion=True, launch_pdl=pdl,
     )  # fmt: skip
     if split > 1:
-        pq2_combine_kernel[(triton.cdiv(m * n, COMBINE),)](
-            target, out, m * n, SPLIT=split, BLOCK=COMBINE, PDL=pdl, num_warps=4, launch_pdl=pdl
-        )
+        combine(target, out, pdl)
+
+
+def combine(parts: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+    """Add the fp32 parts [parts, M, N] of a product, in their order, into out [M, N]."""
+    split, m, n = parts.shape
+    pq2_combine_kernel[(triton.cdiv(m * n, COMBINE),)](
+        parts, out, m * n, SPLIT=split, BLOCK=COMBINE, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )

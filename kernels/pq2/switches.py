@@ -6,6 +6,7 @@
 | PQ2_SINGLE | on, off | as the kernel set has it |
 | PQ2_SMALL | on, off | as the kernel set has it |
 | PQ2_RING | on, off | as the kernel set has it |
+| PQ2_PREFILL | on, off | as the kernel set has it |
 | PQ2_SMALL_GEMM | on, off | as the kernel set has it |
 
 Values are exact texts; anything else raises, and so does any other PQ2_* variable: a misspelt switch must not pass for one
@@ -24,12 +25,13 @@ from pq2.errors import PathUnavailable, SwitchError
 PREFIX = "PQ2_"
 KERNELS = "PQ2_KERNELS"
 SETS = ("tuned", "exact", "legacy", "reference")
-PATHS = ("single", "small", "ring", "small_gemm")
+PATHS = ("single", "small", "ring", "prefill", "small_gemm")
 """Paths with a switch of their own; `legacy` and `reference` are what is left when they are off. `small` is `direct`."""
 VALUES = ("on", "off")
 
 IN_SET: dict[str, frozenset[str]] = {
-    "tuned": frozenset(PATHS),
+    # `prefill` is chosen by its switch until it has been measured on a GPU.
+    "tuned": frozenset(PATHS) - {"prefill"},
     # Bit-identical to legacy: the table's entries for this set are launched so that they add in its order.
     "exact": frozenset({"single", "small"}),
     "legacy": frozenset(),
@@ -94,11 +96,12 @@ def resolve(environ: Mapping[str, str], device: str) -> Choice:
     if kernel_set == "reference" and device == "cuda" and paths:
         on = ", ".join(f"{variable(path)}=on" for path in PATHS if path in paths)
         raise SwitchError(f"{on}: the set reference runs no kernels; choose another {KERNELS}, or leave it unset")
-    if kernel_set == "exact" and "ring" in paths:
-        raise SwitchError(
-            f"{variable('ring')}=on: it adds in another order than the older kernels, so it has no place in the set exact; "
-            f"choose another {KERNELS}, or leave it unset"
-        )
+    for path in ("ring", "prefill"):
+        if kernel_set == "exact" and path in paths:
+            raise SwitchError(
+                f"{variable(path)}=on: it adds in another order than the older kernels, so it has no place in the set "
+                f"exact; choose another {KERNELS}, or leave it unset"
+            )
     if device != "cuda":
         asked = [f"{KERNELS}={kernel_set}"] if kernel_set != "reference" else []
         asked += [f"{variable(path)}=on" for path in PATHS if path in paths and overrides[path]]

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from pq2 import quantize
+from pq2.compat import mbarrier_arrive
 
 START = gl.constexpr(float(quantize.START))
 START_BITS = gl.constexpr(quantize.START_BITS)
@@ -35,6 +36,42 @@ def planes(codes):
     return gl.inline_asm_elementwise(
         PLANES, "=&r,=&r,=&r,=r,r", [codes], dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=4
     )
+
+
+DECODE = gl.constexpr(
+    "{ .reg .b32 low, high, table; mov.b32 table, 0x000100FF; "
+    "and.b32 low, $4, 0x33333333; prmt.b32 $0, table, 0, low; shr.u32 low, low, 16; prmt.b32 $1, table, 0, low; "
+    "shr.u32 high, $4, 2; and.b32 high, high, 0x33333333; prmt.b32 $2, table, 0, high; "
+    "shr.u32 high, high, 16; prmt.b32 $3, table, 0, high; }"
+)
+"""A word of 16 codes -> four words of weights, by the step they belong to; byte c of the table is the weight of code c."""
+
+
+@gluon.jit
+def decode(codes, ROWS: gl.constexpr, MMA: gl.constexpr):
+    """Code bytes [ROWS, 32] of a group -> operand A, int8 [ROWS, 128] in the order `steps`; no byte leaves its lane."""
+    a, b, c, d = gl.inline_asm_elementwise(
+        DECODE, "=&r,=&r,=&r,=&r,r", [codes], dtype=(gl.int8, gl.int8, gl.int8, gl.int8), is_pure=True, pack=4
+    )
+    # Of a byte: half of the lanes' bytes, pair of its words, place in the pair; then what was joined, planes and words.
+    parts = gl.reshape(gl.join(gl.join(a, b), gl.join(c, d)), (ROWS, 4, 2, 4, 2, 2))
+    a = gl.reshape(gl.permute(parts, (0, 5, 4, 2, 1, 3)), (ROWS, 128))
+    return gl.convert_layout(a, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+
+
+@gluon.jit
+def arrive_copied(barrier):
+    """Each lane arrives at a barrier when what it has asked `copy_async` for is there; the barrier counts the lanes."""
+    mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def place(tile, tiles_m, tiles_n, band):
+    """The token tile and the row tile of a tile; `band` token tiles after each other meet the same rows in the L2 cache."""
+    first = tile // (band * tiles_n) * band
+    inside = tile % (band * tiles_n)
+    width = gl.minimum(tiles_m - first, band)
+    return first + inside % width, inside // width
 
 
 @gluon.constexpr_function

@@ -2,6 +2,7 @@
 
     python -m pq2.tune --out kernels/pq2/tables/sm_90.json      every weight of the tuned shapes
     python -m pq2.tune --weights 5120x17408 --rows 8 16         some of them; others keep the entries they have
+    python -m pq2.tune --rows 32 any                            rows of prefill; `any` is tuned with 2,048
 
 Candidates are what the notes have found to matter (`NOTES.md`): how many bytes are on their way on a multiprocessor,
 how many programs it holds, how many warps share a row. Each must agree with the float64 reference before it is timed.
@@ -26,23 +27,33 @@ import torch
 from pq2 import dispatch, launches, quantize, timing
 from pq2 import format as pq2_format
 from pq2.bench import projections
-from pq2.launches import Direct, Entry, Ring, Single, SingleRing
+from pq2.launches import Direct, Entry, Prefill, PrefillWgmma, Ring, Single, SingleRing
 
 TUNED_SHAPES = ("hybrid-27b", "hybrid-8b", "qwen3-8b")
 """Whose projections the tables have."""
-ROWS = (1, 8, 16)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, launches.ANY)
 """Numbers of rows that have entries."""
+MANY = 2048
+"""Rows that `any` is tuned with."""
+FEW = 16
+"""Rows up to here are decoding; from here on, 16 included, the kernels of prefill are tried."""
+SHARED = 227 * 1024
+"""Bytes of shared memory on a multiprocessor."""
 AGAIN = 2
 """How many of the best are timed again."""
 
 
-def candidates(m: int, k: int, default: list[Entry]) -> list[Entry]:
+def candidates(arch: str, m: int, k: int, default: list[Entry]) -> list[Entry]:
     """Entries to try for m rows and a K; the default of the table among them."""
     found = list(default)
     if m == 1:
         found += _singles()
-    if k % 1024 == 0:
+    if k % 1024 == 0 and m <= FEW:
         found += _single_rings(k) if m == 1 else _rings(8 if m <= 8 else 16, k)
+    if m >= FEW:
+        found += _prefills(m)
+        if arch == "sm_90" and k % 256 == 0:
+            found += _wgmmas(m, k)
     return list(dict.fromkeys(found))
 
 
@@ -89,6 +100,28 @@ def _rings(tokens: int, k: int) -> Iterator[Entry]:
                         yield Entry("ring", Ring(block_n, warps_k, 1, sg, stages, keep, split, 2))
 
 
+def _prefills(m: int) -> Iterator[Entry]:
+    for block_m, block_n, warps_m, warps_n in ((32, 128, 1, 4), (64, 128, 2, 4), (128, 128, 2, 4), (64, 256, 2, 4)):
+        if block_m <= max(2 * m, 32):
+            yield Entry("prefill", Prefill(block_m, block_n, warps_m, warps_n, 3, 16))
+
+
+def _wgmmas(m: int, k: int) -> Iterator[Entry]:
+    for block_m, consumers, per_sm in (
+        (16, 4, 1), (16, 2, 2), (16, 4, 2), (16, 2, 3), (32, 4, 1), (32, 2, 2), (32, 4, 2), (32, 1, 3),
+        (64, 4, 1), (64, 2, 2), (64, 1, 3), (64, 3, 1), (128, 2, 1), (128, 3, 1),
+    ):  # fmt: skip
+        if not m / 4 <= block_m < max(2 * m, 32) and not (m > 128 and block_m >= 64):
+            continue
+        for sg in (1, 2):
+            stage = sg * (block_m * 132 + consumers * 2048)
+            stages = min(16, (SHARED // per_sm - 16_000) // stage)
+            for split in (1, 2, 3, 4, 6) if m <= 256 else (1,):
+                # A part is longer than the ring, or its programs only wait.
+                if stages >= 2 and k // 128 // split >= 6:
+                    yield Entry("prefill_wgmma", PrefillWgmma(block_m, consumers, stages, sg, split, 16, per_sm))
+
+
 def _compile(job: tuple[Entry, int, int]) -> str | None:
     """In a process of its own: run an entry once, which leaves its kernel in the cache. What went wrong, or None."""
     entry, m, k = job
@@ -131,15 +164,21 @@ def weight(text: str) -> tuple[int, int]:
     return int(n), int(k)
 
 
+def rows(text: str) -> int:
+    """A number of rows that tables have, as the command takes it."""
+    named = {launches.rows_name(m): m for m in ROWS}
+    if text not in named:
+        raise argparse.ArgumentTypeError(f"{text!r}: tables have entries for {', '.join(named)} rows")
+    return named[text]
+
+
 def parser() -> argparse.ArgumentParser:
     """What the command takes."""
     found = argparse.ArgumentParser(
         prog="python -m pq2.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--weights", type=weight, nargs="+", metavar="NxK", help="default: those of the tuned shapes")
-    found.add_argument(
-        "--rows", type=int, nargs="+", default=list(ROWS), choices=ROWS, metavar="M", help="default: all"
-    )
+    found.add_argument("--rows", type=rows, nargs="+", default=list(ROWS), metavar="M", help="default: all")
     found.add_argument("--out", type=Path, metavar="FILE", help="where to write the table; default: print it")
     return found
 
@@ -152,34 +191,41 @@ def main() -> int:
         return 2
     arch = dispatch.arch_of(torch.device("cuda", 0))
     _, table = launches.table(arch)
-    ternary = [one for shape in TUNED_SHAPES for one in projections(shape) if one.converted]
-    shapes = arguments.weights or list(dict.fromkeys((one.n, one.k) for one in ternary))
-    jobs = {
-        (entry, m, k): None for m in arguments.rows for _, k in shapes for entry in candidates(m, k, _default(table, m))
+    tuned = table["tuned"]
+    wanted = {
+        (key, n, k): candidates(arch, min(key, MANY), k, _default(tuned, key))
+        for key in arguments.rows
+        for n, k in arguments.weights or _weights(key)
     }
+    jobs = {(entry, min(key, MANY), k): None for (key, _, k), entries in wanted.items() for entry in entries}
     workers = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         failed = {job: error for job, error in zip(jobs, pool.map(_compile, jobs, chunksize=2), strict=True) if error}
     print(f"{len(jobs)} kernels, {len(failed)} of them do not run here", flush=True)
     for error in list(failed.values())[:5]:
         print(f"  {error}")
-    for m in arguments.rows:
-        for n, k in shapes:
-            entries = [entry for entry in candidates(m, k, _default(table, m)) if (entry, m, k) not in failed]
-            chosen, times = best(n, k, m, entries)
-            table["tuned"][m][f"{n}x{k}"] = [chosen]
-            ranking = sorted(times, key=times.__getitem__)
-            told = ", ".join(f"{entry.path}{tuple(entry.launch)} {times[entry] * 1e6:.2f}" for entry in ranking[:3])
-            print(f"M={m} {n}x{k}: {told} us; slowest {times[ranking[-1]] * 1e6:.2f}", flush=True)
-            if arguments.out:  # what was found is not lost to a later failure
-                arguments.out.write_text(write(table), encoding="utf-8")
+    for (key, n, k), entries in wanted.items():
+        m = min(key, MANY)
+        chosen, times = best(n, k, m, [entry for entry in entries if (entry, m, k) not in failed])
+        tuned.setdefault(key, {"default": [chosen]})[f"{n}x{k}"] = [chosen]
+        ranking = sorted(times, key=times.__getitem__)
+        told = ", ".join(f"{entry.path}{tuple(entry.launch)} {times[entry] * 1e6:.2f}" for entry in ranking[:3])
+        print(f"M={m} {n}x{k}: {told} us; slowest {times[ranking[-1]] * 1e6:.2f}", flush=True)
+        if arguments.out:  # what was found is not lost to a later failure
+            arguments.out.write_text(write(table), encoding="utf-8")
     if not arguments.out:
         print(write(table))
     return 0
 
 
-def _default(table: launches.Table, m: int) -> list[Entry]:
-    return [entry for entry in table["tuned"][m]["default"] if isinstance(entry.launch, Single | Direct)]
+def _weights(rows: int) -> list[tuple[int, int]]:
+    """The weights of the tuned shapes; of prefill without heads, which a prompt's last row alone is multiplied by."""
+    ternary = [one for shape in TUNED_SHAPES for one in projections(shape) if one.converted]
+    return list(dict.fromkeys((one.n, one.k) for one in ternary if rows <= FEW or one.count > 1))
+
+
+def _default(tuned: dict[int, launches.Weights], key: int) -> list[Entry]:
+    return [entry for entry in tuned.get(key, {"default": []})["default"] if isinstance(entry.launch, Single | Direct)]
 
 
 def write(table: launches.Table) -> str:
@@ -187,8 +233,8 @@ def write(table: launches.Table) -> str:
     lines = ["{"]
     for kernel_set, by_rows in table.items():
         lines.append(f' "{kernel_set}": {{')
-        for rows, weights in by_rows.items():
-            lines.append(f'  "{rows}": {{')
+        for key, weights in sorted(by_rows.items()):
+            lines.append(f'  "{launches.rows_name(key)}": {{')
             for weight, entries in weights.items():
                 found = json.dumps([launches.write_entry(entry) for entry in entries])
                 lines.append(f'   "{weight}": {found},')

@@ -19,9 +19,23 @@ os.environ.pop("TRITON_INTERPRET", None)
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from pq2 import activations, direct, dispatch, embedding, launches, legacy, ring, single, single_ring, small_gemm
+from pq2 import (
+    activations,
+    direct,
+    dispatch,
+    embedding,
+    launches,
+    legacy,
+    prefill,
+    prefill_wgmma,
+    ring,
+    single,
+    single_ring,
+    small_gemm,
+)
 
 LAUNCH = dispatch.LEGACY_LAUNCH
 ONE_ROW = {"BLOCK_N": LAUNCH.block_n, "BLOCK_G": LAUNCH.block_g, "G": 40}
@@ -31,6 +45,9 @@ TYPES = {
     "single_ring": "q_ptr=*i32 xs_ptr=*fp32 sums_ptr=*i32 codes_ptr=*i32 d_ptr=*fp16 out_ptr=*bf16 N=i32",
     "direct": "q_ptr=*i8 meta_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32",
     "ring": "q_ptr=*i8 meta_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32",
+    "prefill": "q_ptr=*i8 xs_ptr=*fp32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32 G=i32 stride_xs=i32 band=i32",
+    "prefill_wgmma": "q_desc=i8[{BLOCK_M},128] xs_desc=fp32[1,{BLOCK_M}] codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 "
+    "M=i32 N=i32 G=i32 split=i32 band=i32",
     "combine": "parts_ptr=*fp32 out_ptr=*bf16 size=i32",
     "quantize": "x_ptr=*bf16 signs_ptr=*i8 q_ptr=*i8 scales_ptr=*fp32 sums_ptr=*i32 stride_x=i32 K=i32",
     "embedding": "ids_ptr=*i64 codes_ptr=*u8 d_ptr=*fp16 signs_ptr=*i8 out_ptr=*bf16 N=i32 K=i32",
@@ -40,15 +57,15 @@ TYPES = {
     "small_gemm": "x_ptr=*bf16 w_ptr=*bf16 bias_ptr=*bf16 out_ptr=*bf16 partial_ptr=*fp32 arrived_ptr=*i32 "
     "M=i32 N=i32 K=i32 stride_x=i32 PIECES=i32",
 }
-"""The arguments of each kernel, as its launcher passes them."""
+"""The arguments of each kernel, as its launcher passes them; of bulk copies, the elements and the shape of a block."""
 
 
 def _kernels(arch):
-    """Name, kernel, its key in `TYPES`, constants, warps."""
+    """Name, kernel, its key in `TYPES`, constants, warps, and registers at most where it says so."""
     pdl = arch >= 90
     quantize = activations.pq2_quantize_kernel
     for name, left, tokens in (("", 0, 0), (" rotated", 32, 0), (" fragments", 0, 16)):
-        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "TOKENS": tokens, "PDL": pdl}
+        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "TOKENS": tokens, "STEPS": False, "PDL": pdl}
         yield f"quantize{name}", quantize, "quantize", constants, 4
     yield "legacy_single", legacy.pq2_legacy_single_kernel, "legacy_single", ONE_ROW, LAUNCH.num_warps
     for m in (16, 32, 64, 128):
@@ -63,8 +80,8 @@ def _kernels(arch):
     combine = {"SPLIT": 3, "BLOCK": ring.COMBINE, "PDL": pdl}
     yield "combine", ring.pq2_combine_kernel, "combine", combine, 4
     for entry, tokens, groups in EXTRA + list(_entries(f"sm_{arch}")):
-        kernel, constants, warps = _launch(entry, tokens, groups, pdl)
-        yield f"{entry.path} {tokens} {groups} {tuple(entry.launch)}", kernel, entry.path, constants, warps
+        kernel, *rest = _launch(entry, tokens, groups, pdl)
+        yield f"{entry.path} {tokens} {groups} {tuple(entry.launch)}", kernel, entry.path, *rest
 
 
 EXTRA = [
@@ -72,6 +89,7 @@ EXTRA = [
     (launches.Entry("direct", launches.Direct(16, 4, 1, 2)), 16, 9),
     (launches.Entry("ring", launches.Ring(32, 4, 1, 2, 4, 1, 1, 2)), 8, 40),
     (launches.Entry("ring", launches.Ring(32, 4, 2, 5, 2, 0, 1, 1)), 16, 40),
+    (launches.Entry("prefill", launches.Prefill(64, 256, 2, 4, 3, 16)), 2048, 40),
 ]
 """What both architectures compile, whatever their tables have."""
 
@@ -83,15 +101,30 @@ def _entries(arch):
         for rows, weights in by_rows.items():
             for weight, entries in weights.items():
                 groups = int(weight.partition("x")[2] or 5120) // 128
-                found |= dict.fromkeys((entry, rows, groups) for entry in entries)
-    # How many programs a multiprocessor takes is no matter of the kernel.
-    alike = {(entry.path, *entry.launch[:-1], rows, groups): (entry, rows, groups) for entry, rows, groups in found}
+                found |= dict.fromkeys((entry, min(rows, 2048), groups) for entry in entries)
+    alike = {(_compiled_as(entry), rows, groups): (entry, rows, groups) for entry, rows, groups in found}
     return [one for key, one in alike.items() if one not in EXTRA]
 
 
-def _launch(entry, tokens, groups, pdl):
-    """The kernel of an entry, its constants, its warps."""
+def _compiled_as(entry):
+    """What an entry's kernel depends on: not on how many programs run at once, nor on the order of tiles."""
     launch = entry.launch
+    if isinstance(launch, launches.PrefillWgmma):
+        return (entry.path, *launch._replace(split=1, band=1))
+    return (entry.path, *(launch if isinstance(launch, launches.Single | launches.Direct) else launch[:-1]))
+
+
+def _launch(entry, tokens, groups, pdl):
+    """The kernel of an entry, its constants, its warps, and registers where the entry decides on them."""
+    launch = entry.launch
+    if isinstance(launch, launches.Prefill):
+        constants = {name.upper(): value for name, value in launch._asdict().items() if name != "band"}
+        return prefill.pq2_prefill_kernel, constants, launch.warps_m * launch.warps_n
+    if isinstance(launch, launches.PrefillWgmma):
+        launched, consumer, copier = prefill_wgmma.registers(launch.consumers, launch.per_sm)
+        constants = {"BLOCK_M": launch.block_m, "CONSUMERS": launch.consumers, "STAGES": launch.stages, "SG": launch.sg}
+        constants |= {"REGISTERS": consumer, "COPY_REGISTERS": copier}
+        return prefill_wgmma.pq2_prefill_wgmma_kernel, constants, 4, launched
     if isinstance(launch, launches.Single):
         constants = {"BLOCK_N": launch.block_n, "BLOCK_G": launch.block_g, "G": groups}
         return single.pq2_single_kernel, constants, launch.num_warps
@@ -120,9 +153,18 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return dict(zip(("registers", "stack", "shared", "local"), map(int, found.groups()), strict=True))
 
 
-def _compile(arch, asm, name, kernel, key, constants, warps):
+def _block(kind):
+    """The type of a descriptor for bulk copies, from `i8[128,128]`."""
+    element, _, shape = kind[:-1].partition("[")
+    rows, columns = map(int, shape.split(","))
+    layout = gl.NVMMASharedLayout(128 if element == "i8" else 0, 8 if element == "i8" else 32, 2)
+    return f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
+
+
+def _compile(arch, asm, name, kernel, key, constants, warps, registers=None):
     """Compile one kernel: what it uses, and how often each instruction occurs in its PTX."""
-    types = dict(part.split("=") for part in TYPES[key].split())
+    types = dict(part.split("=") for part in TYPES[key].format(**constants).split())
+    types = {name: _block(kind) if "[" in kind else kind for name, kind in types.items()}
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     order = list(kernel.arg_names)
     signature = {argument: signature[argument] for argument in order}
@@ -134,7 +176,7 @@ def _compile(arch, asm, name, kernel, key, constants, warps):
     kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = kind(fn=kernel, signature=signature, constexprs={(order.index(c),): v for c, v in constants.items()},
                   attrs=aligned)  # fmt: skip
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "enable_fp_fusion": True, **({"maxnreg": registers} if registers else {})}
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = result.asm["ptx"]
     if asm:

@@ -8,15 +8,25 @@ What it is strict about is asynchrony: bytes of `copy_async` are in shared memor
 the group that they were committed in; whoever read before finds what was there, and shared memory begins as 0xA5. A stage
 that is written over before it was read, or read before it arrived, gives wrong numbers. Every access to global memory is
 checked.
+
+The parts of a specialised program are threads, of which one runs at a time; at each wait and arrival another may go on,
+drawn by chance. What they ask for lands either at once or when somebody waits for it, and wgmma reads shared memory either
+when it is asked for or when it is waited for (`Timing`): one finds what is written over too early, the other what is read
+too early. A barrier that nobody can pass any more is an error that says so.
 """
 
+import random
+import re
+import threading
 import types
 from collections import deque
 from contextlib import contextmanager
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 DTYPES = {
@@ -92,6 +102,13 @@ class Shared:
 
     def __init__(self, array):
         self.array = array
+        self.shape = array.shape
+
+    def permute(self, order):
+        return Shared(self.array.transpose(order))
+
+    def reshape(self, shape):
+        return Shared(self.array.reshape(shape))
 
     def index(self, at):
         return Shared(self.array[int(at)])
@@ -111,13 +128,80 @@ class Shared:
         self.array[...] = value
 
 
-class Program:
-    """One program: where it is in the grid, and its copies on the way."""
+class Descriptor:
+    """What bulk copies know of a tensor: they fill with zeros what is beyond it."""
 
-    def __init__(self, where, grid):
-        self.where, self.grid = where, grid
-        self.open, self.committed = [], deque()
-        self.waited = False
+    def __init__(self, descriptor):
+        base, self.block = descriptor.base, descriptor.block_shape
+        assert base.data_ptr() % 16 == 0
+        assert all(stride * base.element_size() % 16 == 0 for stride in descriptor.strides[:-1])
+        assert self.block[-1] * base.element_size() % 16 == 0
+        assert list(base.shape) == list(descriptor.shape)
+        self.array, self.layout = base.numpy(), None
+
+    def read(self, at):
+        found = np.zeros(self.block, self.array.dtype)
+        here = tuple(slice(int(first), int(first) + size) for first, size in zip(at, self.block, strict=True))
+        part = self.array[here]
+        found[tuple(slice(size) for size in part.shape)] = part
+        return found
+
+
+class Timing(NamedTuple):
+    """When asynchronous work happens: as late as it may, or at once; and what draws who runs next."""
+
+    late: bool = True
+    seed: int = 0
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self, count):
+        self.count = self.left = count
+        self.expected = self.phase = 0
+        self.coming = []  # late copies: where to, what, and the arrivals or bytes that they bring
+
+    def passed(self, parity):
+        if self.left == 0 or self.phase == parity:
+            self.land()
+        return self.phase != parity
+
+    def land(self):
+        for shared, found, arrivals, nbytes in self.coming:
+            if shared is not None:
+                shared.array[...] = found
+            self.left -= arrivals
+            self.expected -= nbytes
+        self.coming = []
+        self.turn()
+
+    def turn(self):
+        assert self.left >= 0, "more arrivals than the barrier counts"
+        if self.left == 0 and self.expected == 0:
+            self.phase ^= 1
+            self.left = self.count
+
+
+class Program:
+    """One program: where it is in the grid, its copies on the way, and its parts."""
+
+    def __init__(self, where, grid, timing):
+        self.where, self.grid, self.timing = where, grid, timing
+        self.committed = deque()
+        self.own = threading.local()
+        self.barriers = {}
+        self.chance = random.Random(timing.seed)
+        self.parts, self.running, self.failed = {}, None, None
+        self.turn = threading.Condition()
+
+    # Copies that a thread waits for itself.
+
+    @property
+    def open(self):
+        if not hasattr(self.own, "open"):
+            self.own.open = []
+        return self.own.open
 
     def copy_async(self, shared, pointer, mask=None):
         at, mask = _masked(pointer, mask)
@@ -125,13 +209,115 @@ class Program:
         self.open.append((shared, pointer.buffer.read(at, mask, 0)))
 
     def commit_group(self):
-        self.committed.append(self.open)
-        self.open = []
+        self.committed.append(list(self.open))
+        self.open.clear()
 
     def wait_group(self, outstanding):
         while len(self.committed) > outstanding:
             for shared, found in self.committed.popleft():
                 shared.array[...] = found
+
+    # Barriers, and what arrives at them.
+
+    def _barrier(self, shared):
+        return self.barriers[shared.array.ctypes.data]
+
+    def init(self, shared, count):
+        self.barriers[shared.array.ctypes.data] = Barrier(count)
+
+    def _bring(self, barrier, shared, found, arrivals, nbytes):
+        barrier.coming.append((shared, found, arrivals, nbytes))
+        if not self.timing.late:
+            barrier.land()
+
+    def expect(self, shared, nbytes):
+        barrier = self._barrier(shared)
+        barrier.expected += nbytes
+        barrier.left -= 1
+        barrier.turn()
+
+    def arrive(self, shared):
+        barrier = self._barrier(shared)
+        barrier.left -= 1
+        barrier.turn()
+        self.switch()
+
+    def arrive_copied(self, shared):
+        barrier = self._barrier(shared)
+        for target, found in self.open:
+            self._bring(barrier, target, found, 0, 0)
+        self.open.clear()
+        self._bring(barrier, None, None, 32, 0)
+
+    def bulk_copy(self, descriptor, at, shared, target):
+        found = descriptor.read(at)
+        assert target.array.shape == found.shape
+        self._bring(self._barrier(shared), target, found, 0, found.nbytes)
+
+    def wait(self, shared, parity):
+        self.switch(lambda: self._barrier(shared).passed(parity))
+
+    def multiply(self, a, shared, acc, use_acc=True, is_async=False):
+        def product():
+            return _mma(a, shared.array, acc if use_acc else np.zeros_like(acc))
+
+        if self.timing.late:
+            return product
+        found = product()
+        return lambda: found
+
+    # Parts: one runs at a time, until it waits or arrives.
+
+    def specialise(self, jobs, warps, registers):
+        assert len(jobs) == len(warps) + 1 == len(registers) + 1
+        threads = []
+        for number, (function, arguments) in enumerate(jobs):
+            self.parts[number] = None  # what it waits for
+            threads.append(threading.Thread(target=self._part, args=(number, function, arguments)))
+        self._choose()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failed:
+            raise self.failed
+
+    def _part(self, number, function, arguments):
+        self.own.number = number
+        try:
+            self._until_turn(number)
+            with np.errstate(invalid="ignore", over="ignore"):
+                function(*arguments)
+        except Exception as error:
+            self.failed = self.failed or error
+        with self.turn:
+            del self.parts[number]
+            self._choose()
+            self.turn.notify_all()
+
+    def _choose(self):
+        if self.failed:
+            return
+        ready = [number for number, passes in self.parts.items() if passes is None or passes()]
+        if self.parts and not ready:
+            self.failed = AssertionError(f"all of {len(self.parts)} parts wait for barriers that nobody arrives at")
+        self.running = self.chance.choice(ready) if ready else None
+
+    def _until_turn(self, number):
+        with self.turn:
+            self.turn.wait_for(lambda: self.running == number or self.failed)
+        if self.failed:
+            raise self.failed
+
+    def switch(self, passes=None):
+        """Another part may run, and this one goes on when its turn comes and its barrier is passed."""
+        number = self.own.number
+        with self.turn:
+            self.parts[number] = passes
+            self._choose()
+            self.turn.notify_all()
+        self._until_turn(number)
+        self.parts[number] = None
 
 
 def _masked(pointer, mask):
@@ -163,9 +349,19 @@ def _gl(program):
         assert x.shape[-1] == 2
         return x[..., 0], x[..., 1]
 
+    def fma(a, b, c):
+        exact = np.asarray(a, np.float64) * np.asarray(b, np.float64) + np.asarray(c, np.float64)
+        return _value(exact.astype(np.float32))
+
+    def inline_asm_elementwise(asm, constraints, arguments, dtype, is_pure, pack):
+        return _run_asm(asm, arguments[0], len(dtype))
+
     return types.SimpleNamespace(
         arange=lambda start, end, layout: _value(np.arange(start, end, dtype=np.int32)),
         full=lambda shape, value, dtype, layout: _value(np.full(shape, value, dtype)),
+        zeros=lambda shape, dtype, layout: _value(np.zeros(shape, dtype)),
+        broadcast=np.broadcast_arrays,
+        join=lambda a, b: _value(np.stack([a, b], axis=-1)),
         where=lambda condition, a, b: _value(np.where(condition, a, b)),
         minimum=lambda a, b: _value(np.minimum(a, b)),
         reshape=lambda x, shape: x.reshape(shape),
@@ -176,6 +372,7 @@ def _gl(program):
         static_range=range,
         program_id=lambda axis: _value(np.int32(program.where[axis])),
         num_programs=lambda axis: program.grid[axis],
+        fma=fma, inline_asm_elementwise=inline_asm_elementwise, warp_specialize=program.specialise,
         split=split, load=load, store=store, allocate_shared_memory=allocate_shared_memory, constexpr=object,
         **dict.fromkeys(
             ("SliceLayout", "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "SwizzledSharedLayout",
@@ -185,8 +382,33 @@ def _gl(program):
     )  # fmt: skip
 
 
-def _planes(codes):
-    return tuple(_value(((np.asarray(codes) >> (2 * s)) & 3).astype(np.int8)) for s in range(4))
+def _run_asm(asm, tensor, results):
+    """Inline assembly on words of four bytes of the last axis: the results as bytes. It knows what `tiles` uses."""
+    words = {f"${results}": np.ascontiguousarray(tensor).view(np.uint32)}
+
+    def value(operand):
+        return words[operand] if operand in words else np.uint32(int(operand, 0))
+
+    def prmt(low, high, selector):
+        source = np.uint64(low) | np.uint64(high) << np.uint64(32)
+        chosen = np.zeros_like(selector)
+        for byte in range(4):
+            index = (selector >> np.uint32(4 * byte)) & np.uint32(15)
+            assert not (index & 8).any()  # the sign's variant
+            chosen |= ((source >> (index.astype(np.uint64) * np.uint64(8))) & np.uint64(255)).astype(
+                np.uint32
+            ) << np.uint32(8 * byte)
+        return chosen
+
+    operations = {
+        "mov.b32": lambda a: a, "and.b32": lambda a, b: a & b, "shr.u32": lambda a, b: a >> b, "prmt.b32": prmt,
+    }  # fmt: skip
+    for line in filter(None, (part.strip() for part in re.sub(r"[{}]", "", asm).split(";"))):
+        if not line.startswith(".reg"):
+            name, _, operands = line.partition(" ")
+            target, *sources = (operand.strip() for operand in operands.split(","))
+            words[target] = operations[name](*map(value, sources))
+    return tuple(_value(words[f"${number}"].view(np.int8)) for number in range(results))
 
 
 def _mma(a, b, c):
@@ -207,6 +429,12 @@ def _python(function, program, done):
     replaced = {
         "gl": _gl(program), "mma_v2": _mma, "copy_async": program.copy_async, "commit_group": program.commit_group,
         "wait_group": program.wait_group, "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
+        "arrive_copied": program.arrive_copied, "warpgroup_mma": program.multiply,
+        "warpgroup_mma_wait": lambda outstanding, deps: deps[0](),
+        "tma": types.SimpleNamespace(async_copy_global_to_shared=program.bulk_copy),
+        "mbarrier": types.SimpleNamespace(
+            init=program.init, expect=program.expect, arrive=program.arrive, wait=program.wait, MBarrierLayout=_layout
+        ),
     }  # fmt: skip
     found = {}
     copy = types.FunctionType(function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
@@ -214,8 +442,6 @@ def _python(function, program, done):
     for name, value in function.__globals__.items():
         if name in replaced:
             found[name] = replaced[name]
-        elif name == "planes":
-            found[name] = _planes
         elif name == "dp4a":
             found[name] = _dp4a
         elif isinstance(value, JITFunction):
@@ -230,24 +456,31 @@ def _python(function, program, done):
 class Emulated:
     """Stands in for a Gluon kernel: `kernel[grid](...)` runs all its programs."""
 
-    def __init__(self, kernel):
-        self.kernel = kernel
+    def __init__(self, kernel, timing):
+        self.kernel, self.timing = kernel, timing
 
     def __getitem__(self, grid):
         grid = (*grid, *(1,) * (3 - len(grid)))
 
-        def launch(*arguments, num_warps=None, enable_fp_fusion=None, launch_pdl=None, **constants):
-            arguments = [Pointer(Buffer(a)) if isinstance(a, torch.Tensor) else a for a in arguments]
+        def launch(*arguments, num_warps=None, maxnreg=None, enable_fp_fusion=None, launch_pdl=None, **constants):
+            arguments = [_argument(a) for a in arguments]
             with np.errstate(invalid="ignore", over="ignore"):
                 for where in np.ndindex(grid):
-                    program = Program(where, grid)
+                    program = Program(where, grid, self.timing)
                     _python(self.kernel.fn, program, {})(*arguments, **constants)
 
         return launch
 
 
+def _argument(value):
+    if isinstance(value, torch.Tensor):
+        return Pointer(Buffer(value))
+    return Descriptor(value) if isinstance(value, TensorDescriptor) else value
+
+
 @contextmanager
-def emulated(module, *kernels):
+def emulated(module, *kernels, timing=None):
     """Kernels of a module replaced by what runs them here."""
-    with mock.patch.multiple(module, **{name: Emulated(getattr(module, name)) for name in kernels}):
+    timing = timing or Timing()
+    with mock.patch.multiple(module, **{name: Emulated(getattr(module, name), timing) for name in kernels}):
         yield

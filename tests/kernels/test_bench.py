@@ -75,13 +75,17 @@ def test_a_table_is_read_as_it_was_written() -> None:
         assert name == arch
         text = tune.write(table)
         assert launches.read_table(text) == table
-        assert json.loads(text)["tuned"].keys() == {"1", "8", "16"}
+        assert json.loads(text)["tuned"].keys() >= {"1", "8", "16", "32", "64", "any"}
 
 
-@pytest.mark.parametrize(("m", "k"), [(1, 5120), (1, 640), (8, 6144), (16, 17408)])
-def test_candidates_are_entries_that_take_the_shape(m: int, k: int) -> None:
-    found = tune.candidates(m, k, tune._default(launches.table("sm_90")[1], m))
-    assert len(found) == len(set(found)) > (0 if k % 1024 else 5)
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+@pytest.mark.parametrize(
+    ("m", "k"), [(1, 5120), (1, 640), (8, 6144), (16, 17408), (32, 5120), (64, 640), (512, 17408), (2048, 6144)]
+)
+def test_candidates_are_entries_that_take_the_shape(m: int, k: int, arch: str) -> None:
+    found = tune.candidates(arch, m, k, tune._default(launches.table(arch)[1]["tuned"], m))
+    assert any(entry.path == "prefill_wgmma" for entry in found) == (arch == "sm_90" and m >= 16 and k % 256 == 0)
+    assert len(found) == len(set(found)) > (0 if k % 1024 or m > 16 else 5)
     for entry in found:
         assert k % entry.kind.k_multiple == 0
         assert entry.kind.rows[0] <= m <= entry.kind.rows[1]
@@ -93,3 +97,16 @@ def test_a_weight_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         tune.parser().parse_args([f"--weights={text}"])
     assert "a weight is NxK, such as 5120x6144, K a multiple of 128" in capsys.readouterr().err
+
+
+def test_rows_that_tables_do_not_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune.parser().parse_args(["--rows", "16", "any"]).rows == [16, launches.ANY]
+    with pytest.raises(SystemExit):
+        tune.parser().parse_args(["--rows", "24"])
+    assert "'24': tables have entries for 1, 8, 16, 32, 64, 128, 256, 512, any rows" in capsys.readouterr().err
+
+
+def test_prefill_is_tuned_without_heads() -> None:
+    assert (248320, 5120) in tune._weights(16)
+    assert (248320, 5120) not in tune._weights(32)
+    assert set(tune._weights(32)) < set(tune._weights(16))

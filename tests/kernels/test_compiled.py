@@ -28,7 +28,8 @@ def _count(kernel: dict, *starts: str) -> int:
 PINNED = triton.__version__.startswith("3.6.")
 """Whether this is the Triton that GPU builds of vLLM bring; a later one allocates registers in other ways."""
 SPILLED = 32 if PINNED else 96
-"""Bytes of a thread's that `ring` may keep in local memory where it uses all 255 registers: for 16 tokens, or a long K."""
+"""Bytes of a thread's that may be kept in local memory: by `ring` where it uses all 255 registers, for 16 tokens or a long
+K; and by `prefill_wgmma`, of what it needs between tiles."""
 SHARED = {86: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a program may have."""
 BOTH = "ring 16 40 (32, 4, 2, 5, 2, 0, 1, 1)"
@@ -40,11 +41,11 @@ def test_nothing_spills(arch: int) -> None:
     kernels = _compiled(arch)
     families = {name.split()[0] for name in kernels}
     assert families >= {
-        "quantize", "single", "single_ring", "direct", "ring", "combine", "legacy", "legacy_single", "small_gemm",
-        "embedding",
+        "quantize", "single", "single_ring", "direct", "ring", "combine", "prefill", "legacy", "legacy_single",
+        "small_gemm", "embedding",
     }  # fmt: skip
     for name, kernel in kernels.items():
-        full = name.startswith("ring") and kernel["registers"] == 255
+        full = kernel["registers"] == 255 if name.startswith("ring") else name.startswith("prefill_wgmma")
         assert kernel["local"] == 0, name
         assert kernel["stack"] <= (SPILLED if full else 0 if PINNED else 8), name
         assert kernel["registers"] <= 255, name
@@ -95,6 +96,35 @@ def test_weights_come_by_cp_async_and_few_barriers(arch: int, path: str) -> None
             chunks, stages = 1, launch[4]
         # Two a stage that is multiplied, two for sums over warps, and those of the stages that are filled first.
         assert _count(kernel, "bar.sync") <= 2 * chunks + 3 + stages, name
+
+
+@pytest.mark.parametrize("arch", [86, 90])
+def test_prefill_decodes_into_fragments(arch: int) -> None:
+    for name, (kernel, launch, _, _) in _of(arch, "prefill").items():
+        block_m, block_n, warps_m, warps_n, _, _ = launch
+        tiles = block_n // (16 * warps_n)
+        products = tiles * (block_m // (8 * warps_m)) * 4
+        assert _count(kernel, "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32") == products, name
+        # Four lookups of four weights for each word of 16 codes; code bytes are read 8 at a time.
+        assert _count(kernel, "prmt.b32") == 16 * tiles, name
+        assert _count(kernel, "ld.shared.v2") >= 2 * tiles, name
+        # Only activations go through ldmatrix: four matrices each of 8 tokens and 16 bytes.
+        assert _count(kernel, "ldmatrix.sync.aligned.m8n8.x4.shared") == block_m // (8 * warps_m) * 2, name
+        assert _count(kernel, "cp.async.wait_group") == 1, name
+
+
+def test_prefill_on_sm_90_is_wgmma_on_what_bulk_copies_bring() -> None:
+    for name, (kernel, launch, _, _) in _of(90, "prefill_wgmma").items():
+        block_m, consumers, _, sg, _, _, _ = launch
+        product = f"wgmma.mma_async.sync.aligned.m64n{block_m}k32.s32.s8.s8"
+        assert _count(kernel, product) == 4 * sg * consumers, name
+        assert _count(kernel, "prmt.b32") == 16 * sg * consumers, name
+        assert _count(kernel, "cp.async.bulk.tensor.2d") == 2 * sg, name
+        assert _count(kernel, "cp.async.cg.shared.global") == 4 * sg * consumers, name
+        assert _count(kernel, "cp.async.mbarrier.arrive.noinc") == 1, name
+        assert _count(kernel, "setmaxnreg") > 0, name
+        assert _count(kernel, "ldmatrix") == 0, name
+    assert not any(name.startswith("prefill_wgmma") for name in _compiled(86))
 
 
 @pytest.mark.parametrize("arch", [86, 90])

@@ -70,7 +70,7 @@ def test_an_architecture_without_a_table_takes_the_older_one() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"path": "fast"}, "path 'fast': there are single, single_ring, direct, ring"),
+        ({"path": "fast"}, "path 'fast': there are single, single_ring, direct, ring, prefill, prefill_wgmma"),
         ({**SINGLE, "stages": 3}, "single has block_n, block_g, num_warps, integers"),
         ({"path": "single", "block_n": 4, "block_g": 8}, "single has block_n, block_g, num_warps, integers"),
         ({**SINGLE, "block_n": "4"}, "single has block_n, block_g, num_warps, integers"),
@@ -80,6 +80,12 @@ def test_an_architecture_without_a_table_takes_the_older_one() -> None:
 def test_an_entry_that_is_none_is_refused(entry: dict, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         _table({"1": {"default": [entry]}})
+
+
+def test_any_serves_all_rows_that_no_other_key_does(tables: dict[str, launches.Table]) -> None:
+    tables["sm_90"] = _table({"16": {"default": [DIRECT]}, "any": {"default": [{**DIRECT, "block_n": 64}]}})
+    assert [_first(m, 100, 128)[0] for m in (16, 17, 10**6)] == [16, 64, 64]
+    assert launches.rows_name(launches.ANY) == "any"
 
 
 def test_a_table_needs_a_default() -> None:

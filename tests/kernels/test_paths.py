@@ -115,7 +115,7 @@ def test_every_entry_of_the_table_is_right(rows: int, name: str, entry: launches
         assert _error(out, reference.matmul(x, weight)) < BOUND[torch.float32]
 
 
-@pytest.mark.parametrize("order", ["planes", "fragments"])
+@pytest.mark.parametrize("order", ["planes", "fragments", "steps"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [128, 1152, 2048])
 def test_the_quantising_kernel_gives_the_bits_of_the_reference(
@@ -126,10 +126,14 @@ def test_the_quantising_kernel_gives_the_bits_of_the_reference(
     x[4, 0] = 40000.0
     wanted = quantize.quantize(x, order)
     if order == "fragments":
-        rows = quantize.fragments(wanted, 8)
-        got = activations.quantize_fragments(x, 8)
+        got, rows = activations.quantize_fragments(x, 8), quantize.fragments(wanted, 8)
         assert torch.equal(got.q[:, :, :5], rows.q[:, :, :5])
         assert torch.equal(got.meta[:, :5], rows.meta[:, :5])
+        return
+    if order == "steps":
+        got, rows = activations.quantize_steps(x), quantize.steps(wanted)
+        assert torch.equal(got.q, rows.q)
+        assert torch.equal(got.scales[:, :5], rows.scales[:, :5])
         return
     planes = activations.quantize_rows(x)
     for name in ("q", "scales", "sums"):

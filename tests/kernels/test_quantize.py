@@ -10,7 +10,7 @@ from pq2 import format as pq2_format
 from pq2.errors import FormatError
 from pq2.quantize import Order, check_rotation, dequantize, fragments, hadamard, places, quantize, rotate, unrotate
 
-orders = st.sampled_from(["natural", "planes", "fragments"])
+orders = st.sampled_from(["natural", "planes", "fragments", "steps"])
 blocks = st.sampled_from([1, 2, 8, 128, 256])
 
 
@@ -115,6 +115,23 @@ def test_what_a_lane_of_the_mma_holds_of_a_pair_of_planes_lies_together() -> Non
             assert held == {4 * (8 * lane + byte) + 2 * pair + plane for byte in range(8) for plane in range(2)}
 
 
+@given(seeds)
+def test_nibbles_of_a_lanes_words_are_the_fragments_of_the_steps(seed: int) -> None:
+    """wgmma m64k32: register h of lane t of a quad has columns 16h + 4t to 16h + 4t + 3 of a step, one to a byte."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 3, (128,), dtype=torch.uint8, generator=generator)
+    ordered = torch.empty(128, dtype=torch.uint8)
+    ordered[places("steps")] = codes
+    packed = bytes(pq2_format.pack_codes(codes).tolist())
+    for lane in range(4):
+        for half in range(2):
+            word = int.from_bytes(packed[8 * lane + 4 * half :][:4], "little")
+            for step in range(4):
+                nibbles = ((word >> 2 * (step // 2)) & 0x33333333) >> 16 * (step % 2)
+                first = step * 32 + half * 16 + lane * 4
+                assert [nibbles >> 4 * i & 3 for i in range(4)] == ordered[first : first + 4].tolist()
+
+
 def test_rows_are_tiled_as_the_kernels_read_them() -> None:
     x = noise(3, 256, seed=3)
     ordered = quantize(x, "fragments")
@@ -156,7 +173,7 @@ def test_activations_of_another_form_are_refused(x: torch.Tensor) -> None:
 
 
 def test_an_unknown_order_is_refused() -> None:
-    with pytest.raises(FormatError, match="'plane': orders of a group's bytes are natural, planes, fragments"):
+    with pytest.raises(FormatError, match="'plane': orders of a group's bytes are natural, planes, fragments, steps"):
         quantize(torch.ones(1, 128), "plane")  # type: ignore[arg-type]
 
 

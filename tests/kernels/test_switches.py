@@ -7,8 +7,12 @@ from pq2.errors import PathUnavailable, SwitchError
 
 
 def test_unset_is_tuned_on_cuda_and_the_reference_on_a_cpu() -> None:
-    assert switches.resolve({}, "cuda").key == "kernel set tuned, single=on, small=on, ring=on, small_gemm=on"
-    assert switches.resolve({}, "cpu").key == ("kernel set reference, single=off, small=off, ring=off, small_gemm=off")
+    assert (
+        switches.resolve({}, "cuda").key == "kernel set tuned, single=on, small=on, ring=on, prefill=off, small_gemm=on"
+    )
+    assert switches.resolve({}, "cpu").key == (
+        "kernel set reference, single=off, small=off, ring=off, prefill=off, small_gemm=off"
+    )
 
 
 @pytest.mark.parametrize(
@@ -18,6 +22,7 @@ def test_unset_is_tuned_on_cuda_and_the_reference_on_a_cpu() -> None:
         ({"PQ2_KERNELS": "exact"}, {"single", "small"}),
         ({"PQ2_KERNELS": "tuned", "PQ2_SINGLE": "off"}, {"small", "ring", "small_gemm"}),
         ({"PQ2_KERNELS": "legacy", "PQ2_RING": "on"}, {"ring"}),
+        ({"PQ2_KERNELS": "legacy", "PQ2_PREFILL": "on"}, {"prefill"}),
         ({"PQ2_KERNELS": "legacy", "PQ2_SMALL_GEMM": "on"}, {"small_gemm"}),
     ],
 )
@@ -53,14 +58,16 @@ def test_what_cannot_run_on_a_cpu_raises_there(given: dict[str, str]) -> None:
 def test_off_and_reference_hold_on_a_cpu() -> None:
     given = {"PQ2_KERNELS": "reference", "PQ2_SINGLE": "off"}
     assert switches.resolve(given, "cpu").key == (
-        "kernel set reference, single=off, small=off, ring=off, small_gemm=off"
+        "kernel set reference, single=off, small=off, ring=off, prefill=off, small_gemm=off"
     )
 
 
-def test_the_exact_set_has_no_ring() -> None:
-    with pytest.raises(SwitchError, match="PQ2_RING=on: it adds in another order than the older kernels"):
-        switches.resolve({"PQ2_KERNELS": "exact", "PQ2_RING": "on"}, "cuda")
-    assert "ring" not in switches.resolve({"PQ2_KERNELS": "exact", "PQ2_RING": "off"}, "cuda").paths
+@pytest.mark.parametrize("path", ["ring", "prefill"])
+def test_the_exact_set_has_no_path_that_adds_in_another_order(path: str) -> None:
+    name = switches.variable(path)
+    with pytest.raises(SwitchError, match=f"{name}=on: it adds in another order than the older kernels"):
+        switches.resolve({"PQ2_KERNELS": "exact", name: "on"}, "cuda")
+    assert path not in switches.resolve({"PQ2_KERNELS": "exact", name: "off"}, "cuda").paths
 
 
 def test_the_reference_has_no_paths() -> None:

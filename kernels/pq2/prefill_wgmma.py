@@ -1,0 +1,244 @@
+"""Path `prefill` on sm_90: more rows than decoding has, by wgmma on int8, the weights decoded into its registers. Gluon.
+
+out[m, n] = sum over groups g of xs[m, g] * d[n, g] * dot_g(w[n], q[m]): dots in int32, exact; the rest in fp32.
+
+A program is a ring of stages in shared memory, SG groups of 128 along K each. One warp fills it with activations and their
+scales (TMA), one with code bytes (cp.async: TMA takes as long for a row of 32 bytes as for one of 128), and each of
+CONSUMERS warpgroups multiplies 64 rows of the weight, its operand A, with BLOCK_M tokens. Warpgroups do not wait for each
+other: while one applies scales, another has the tensor cores. A lane finds its fragment of A in the 8 code bytes that it
+read, by PRMT: four weights of -1, 0, 1 at a time, which need no sum taken back. The order `steps` of the activations is
+made for that.
+
+Reference: `reference.matmul`; test: tests/kernels/test_prefill.py. Switch: PQ2_PREFILL.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pq2.compat import copy_async
+from pq2.errors import PathUnavailable
+from pq2.format import GROUP, Prepared
+from pq2.quantize import Steps
+from pq2.ring import combine
+from pq2.tiles import arrive_copied, decode, place
+
+ROWS = gl.constexpr(64)
+"""Rows of the weight a warpgroup: those of a wgmma."""
+FEWEST_REGISTERS = 24
+"""The fewest registers of a thread that a warpgroup can keep: those that copy give the others up."""
+
+
+@gluon.constexpr_function
+def codes_layout():
+    """Code bytes [64, 32] of a warpgroup: a lane has 8 bytes of a row, where its fragments of A lie."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 32])
+
+
+@gluon.constexpr_function
+def worker(consumer, copier, CONSUMERS):
+    """What each of the program's parts has, beside the first: warpgroups that multiply, then the two warps that copy."""
+    return [consumer] * (CONSUMERS - 1) + [copier] * 2
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage, and the parity of the round it is filled in."""
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def copy_activations(q_desc, xs_desc, ring, steps, tiles_m, tiles_n, split, band):
+    """The warp that asks for activations and their scales."""
+    q_ring, xs_ring, _, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    SG: gl.constexpr = q_ring.shape[0] // STAGES
+    BLOCK_M: gl.constexpr = q_ring.shape[1]
+    per = (steps + split - 1) // split
+    gdc_wait()
+    stage = 0
+    phase = 1
+    for work in range(gl.program_id(0), tiles_m * tiles_n * split, gl.num_programs(0)):
+        tile_m = place(work // split, tiles_m, tiles_n, band)[0]
+        first = (work % split) * per
+        for step in range(first, gl.minimum(first + per, steps)):
+            mbarrier.wait(empty.index(stage), phase)
+            ready = full.index(stage)
+            mbarrier.expect(ready, SG * BLOCK_M * 132)
+            for i in gl.static_range(SG):
+                group = step * SG + i
+                slot = stage * SG + i
+                tma.async_copy_global_to_shared(q_desc, [tile_m * BLOCK_M, group * 128], ready, q_ring.index(slot))
+                tma.async_copy_global_to_shared(xs_desc, [group, tile_m * BLOCK_M], ready, xs_ring.index(slot))
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def copy_codes(codes_ptr, ring, N, G, steps, tiles_m, tiles_n, split, band):
+    """The warp that copies code bytes. Weights are there before the kernel that makes the activations has ended."""
+    q_ring, _, codes_ring, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    SG: gl.constexpr = q_ring.shape[0] // STAGES
+    CONSUMERS: gl.constexpr = codes_ring.shape[0] // q_ring.shape[0]
+    COPY: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [1, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    byte = gl.arange(0, 32, gl.SliceLayout(0, COPY))
+    per = (steps + split - 1) // split
+    stage = 0
+    phase = 1
+    for work in range(gl.program_id(0), tiles_m * tiles_n * split, gl.num_programs(0)):
+        tile_n = place(work // split, tiles_m, tiles_n, band)[1]
+        first = (work % split) * per
+        # Rows beyond the weight read its last one again; what comes of them is not stored.
+        tile_at = codes_ptr + (tile_n * (CONSUMERS * ROWS)).to(gl.int64) * (G * 32)
+        last_row = N - 1 - tile_n * (CONSUMERS * ROWS)
+        for step in range(first, gl.minimum(first + per, steps)):
+            mbarrier.wait(empty.index(stage), phase)
+            for c in gl.static_range(CONSUMERS):
+                row_at = (gl.minimum(row + c * ROWS, last_row) * (G * 32))[:, None] + byte[None, :]
+                for i in gl.static_range(SG):
+                    slot = (stage * SG + i) * CONSUMERS + c
+                    copy_async(codes_ring.index(slot), tile_at + (step * SG + i) * 32 + row_at)
+            arrive_copied(full.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band):
+    """The warpgroup that multiplies the tile's rows of the weight from 64 * which on."""
+    q_ring, xs_ring, codes_ring, full, empty = ring
+    STAGES: gl.constexpr = full.shape[0]
+    SG: gl.constexpr = q_ring.shape[0] // STAGES
+    CONSUMERS: gl.constexpr = codes_ring.shape[0] // q_ring.shape[0]
+    BLOCK_M: gl.constexpr = q_ring.shape[1]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    per = (steps + split - 1) // split
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+    stage = 0
+    phase = 0
+    for work in range(gl.program_id(0), tiles_m * tiles_n * split, gl.num_programs(0)):
+        tile_m, tile_n = place(work // split, tiles_m, tiles_n, band)
+        part = work % split
+        first = part * per
+        first_row = (tile_n * CONSUMERS + which) * ROWS
+        d_at = d_ptr + gl.minimum(first_row + row, N - 1).to(gl.int64) * G
+        total = gl.zeros((ROWS, BLOCK_M), gl.float32, MMA)
+        for step in range(first, gl.minimum(first + per, steps)):
+            d = ()
+            for i in gl.static_range(SG):
+                d = d + (gl.load(d_at + (step * SG + i)),)
+            mbarrier.wait(full.index(stage), phase)
+            for i in gl.static_range(SG):
+                slot = stage * SG + i
+                a = decode(codes_ring.index(slot * CONSUMERS + which).load(codes_layout()), ROWS, MMA)
+                dot = gl.zeros((ROWS, BLOCK_M), gl.int32, MMA)
+                dot = warpgroup_mma(a, q_ring.index(slot).permute((1, 0)), dot, use_acc=False, is_async=True)
+                dot = warpgroup_mma_wait(0, deps=(dot,))
+                xs = xs_ring.index(slot).reshape((BLOCK_M,)).load(gl.SliceLayout(0, MMA))
+                if i == SG - 1:
+                    mbarrier.arrive(empty.index(stage))
+                scaled = dot.to(gl.float32) * gl.broadcast(d[i].to(gl.float32)[:, None], total)[0]
+                total = gl.fma(scaled, gl.broadcast(xs[None, :], total)[0], total)
+            stage, phase = advance(stage, phase, STAGES)
+        gdc_wait()  # the kernel before may still read what is written over here
+        n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+        m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))
+        out_at = out_ptr + (part * M + m).to(gl.int64)[None, :] * N + n[:, None]
+        value = gl.convert_layout(total.to(out_ptr.dtype.element_ty), OUT)
+        gl.store(out_at, value, mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+@gluon.jit(do_not_specialize=["M", "G", "split", "band"])
+def pq2_prefill_wgmma_kernel(
+    q_desc, xs_desc, codes_ptr, d_ptr, out_ptr, M, N, G, split, band, BLOCK_M: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, SG: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Tiles of 64 * CONSUMERS rows of the weight and BLOCK_M tokens; out [split, M, N]."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 1, [1, 0])
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + CONSUMERS * ROWS - 1) // (CONSUMERS * ROWS)
+    steps = G // SG
+    q_ring = gl.allocate_shared_memory(gl.int8, [STAGES * SG, BLOCK_M, 128], q_desc.layout)
+    xs_ring = gl.allocate_shared_memory(gl.float32, [STAGES * SG, 1, BLOCK_M], xs_desc.layout)
+    codes_ring = gl.allocate_shared_memory(gl.uint8, [STAGES * SG * CONSUMERS, ROWS, 32], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # The warp that asks for activations arrives once, each lane of the one that copies code bytes for itself.
+        mbarrier.init(full.index(stage), count=33)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    ring = (q_ring, xs_ring, codes_ring, full, empty)
+    gdc_launch_dependents()
+    parts = ()
+    for which in gl.static_range(CONSUMERS):
+        parts = parts + (which,)
+    gl.warp_specialize(
+        [(consume, (which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band)) for which in parts]
+        + [
+            (copy_activations, (q_desc, xs_desc, ring, steps, tiles_m, tiles_n, split, band)),
+            (copy_codes, (codes_ptr, ring, N, G, steps, tiles_m, tiles_n, split, band)),
+        ],
+        worker(4, 1, CONSUMERS),
+        worker(REGISTERS, COPY_REGISTERS, CONSUMERS),
+    )
+
+
+def prefill_wgmma(
+    x: Steps, weight: Prepared, out: torch.Tensor, block_m: int, consumers: int, stages: int, sg: int, split: int,
+    band: int, per_sm: int, multiprocessors: int, pdl: bool,
+) -> None:  # fmt: skip
+    """Any number of rows times a weight, on sm_90.
+
+    Args:
+        x: [M, K].
+        weight: [N, K], K a multiple of 128 * sg.
+        out: [M, N], written.
+        block_m: Tokens a tile: 16, 32, 64 or 128.
+        consumers: Warpgroups of a program, 64 rows of the weight each.
+        stages: Stages of the ring: sg * (block_m * 132 + consumers * 2048) bytes each.
+        sg: Groups a stage.
+        split: Parts of K.
+        band: Token tiles that follow each other with the same rows of the weight.
+        per_sm: Programs a multiprocessor.
+        multiprocessors: How many the GPU has.
+        pdl: Programmatic dependent launch.
+
+    Raises:
+        PathUnavailable: K does not fit.
+    """
+    m, k = x.q.shape
+    n, _ = weight.shape
+    if k % (GROUP * sg):
+        raise PathUnavailable(
+            f"prefill_wgmma: K is {k}, and with {sg} groups a stage it takes multiples of {GROUP * sg}"
+        )
+    target = out if split == 1 else torch.empty(split, m, n, dtype=torch.float32, device=out.device)
+    q_desc = TensorDescriptor.from_tensor(x.q, [block_m, 128], gl.NVMMASharedLayout(128, 8, 2))
+    xs_desc = TensorDescriptor.from_tensor(x.scales, [1, block_m], gl.NVMMASharedLayout(0, 32, 2))
+    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, 64 * consumers)
+    launched, consumer, copier = registers(consumers, per_sm)
+    pq2_prefill_wgmma_kernel[(min(tiles * split, per_sm * multiprocessors),)](
+        q_desc, xs_desc, weight.codes, weight.scales, target, m, n, k // GROUP, split, band,
+        BLOCK_M=block_m, CONSUMERS=consumers, STAGES=stages, SG=sg, REGISTERS=consumer, COPY_REGISTERS=copier,
+        num_warps=4, maxnreg=launched, enable_fp_fusion=True, launch_pdl=pdl,
+    )  # fmt: skip
+    if split > 1:
+        combine(target, out, pdl)
+
+
+def registers(consumers: int, per_sm: int) -> tuple[int, int, int]:
+    """Registers of a thread: when a program is launched; then of one that multiplies, and of one that copies."""
+    launched = 65536 // per_sm // (128 * (consumers + 1)) // 8 * 8
+    everything = launched * (consumers + 1)
+    consumer = min((everything - FEWEST_REGISTERS) // consumers // 8 * 8, 240)
+    return min(launched, 248), consumer, min(everything - consumers * consumer, 240)
