@@ -18,11 +18,11 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pq2.compat import copy_async
+from pq2.compat import bulk_copy, copy_async
 from pq2.errors import PathUnavailable
 from pq2.format import GROUP, Prepared
 from pq2.quantize import Steps
@@ -77,8 +77,8 @@ def copy_activations(q_desc, xs_desc, ring, steps, tiles_m, tiles_n, split, band
             for i in gl.static_range(SG):
                 group = step * SG + i
                 slot = stage * SG + i
-                tma.async_copy_global_to_shared(q_desc, [tile_m * BLOCK_M, group * 128], ready, q_ring.index(slot))
-                tma.async_copy_global_to_shared(xs_desc, [group, tile_m * BLOCK_M], ready, xs_ring.index(slot))
+                bulk_copy(q_desc, [tile_m * BLOCK_M, group * 128], ready, q_ring.index(slot))
+                bulk_copy(xs_desc, [group, tile_m * BLOCK_M], ready, xs_ring.index(slot))
             stage, phase = advance(stage, phase, STAGES)
 
 

@@ -431,7 +431,7 @@ def _python(function, program, done):
         "wait_group": program.wait_group, "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
         "arrive_copied": program.arrive_copied, "warpgroup_mma": program.multiply,
         "warpgroup_mma_wait": lambda outstanding, deps: deps[0](),
-        "tma": types.SimpleNamespace(async_copy_global_to_shared=program.bulk_copy),
+        "bulk_copy": program.bulk_copy,
         "mbarrier": types.SimpleNamespace(
             init=program.init, expect=program.expect, arrive=program.arrive, wait=program.wait, MBarrierLayout=_layout
         ),

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from pq2 import compat
 
@@ -15,16 +16,21 @@ def _as_it_was():
     importlib.reload(compat)
 
 
-def test_the_newer_name_is_taken_where_the_older_one_raises() -> None:
+NAMES = [(async_copy, "copy_async"), (tma, "bulk_copy")]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_the_newer_name_is_taken_where_the_older_one_raises(module, name: str) -> None:
     def removed() -> None:
         raise RuntimeError("has been removed; call async_load instead")
 
     newer = object()
-    with mock.patch.multiple(async_copy, create=True, async_load=newer, async_copy_global_to_shared=removed):
-        assert importlib.reload(compat).copy_async is newer
+    with mock.patch.multiple(module, create=True, async_load=newer, async_copy_global_to_shared=removed):
+        assert getattr(importlib.reload(compat), name) is newer
 
 
-def test_the_older_name_is_taken_where_there_is_no_newer_one() -> None:
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_the_older_name_is_taken_where_there_is_no_newer_one(module, name: str) -> None:
     older = object()
-    with mock.patch.multiple(async_copy, create=True, async_load=None, async_copy_global_to_shared=older):
-        assert importlib.reload(compat).copy_async is older
+    with mock.patch.multiple(module, create=True, async_load=None, async_copy_global_to_shared=older):
+        assert getattr(importlib.reload(compat), name) is older

