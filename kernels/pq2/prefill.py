@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from pq2 import plans
 from pq2.compat import commit_group, copy_async, wait_group
 from pq2.format import Prepared
 from pq2.quantize import Steps
@@ -113,8 +114,12 @@ def prefill(
     """
     m, k = x.q.shape
     n, _ = weight.shape
-    pq2_prefill_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
-        x.q, x.scales, weight.codes, weight.scales, out, m, n, k // 128, x.scales.shape[1], band,
-        BLOCK_M=block_m, BLOCK_N=block_n, WARPS_M=warps_m, WARPS_N=warps_n, STAGES=stages,
-        num_warps=warps_m * warps_n, enable_fp_fusion=True,
-    )  # fmt: skip
+    plans.launch(
+        pq2_prefill_kernel,
+        (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),),
+        (x.q, x.scales, weight.codes, weight.scales, out, m, n, k // 128, x.scales.shape[1], band),
+        {"BLOCK_M": block_m, "BLOCK_N": block_n, "WARPS_M": warps_m, "WARPS_N": warps_n, "STAGES": stages},
+        out.device,
+        num_warps=warps_m * warps_n,
+        enable_fp_fusion=True,
+    )

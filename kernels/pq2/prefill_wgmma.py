@@ -14,6 +14,8 @@ Reference: `reference.matmul`; test: tests/kernels/test_prefill.py. Switch: PQ2_
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -22,15 +24,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pq2 import plans
 from pq2.compat import bulk_copy, copy_async
 from pq2.errors import PathUnavailable
 from pq2.format import GROUP, Prepared
-from pq2.quantize import Steps
+from pq2.quantize import Steps, padded
 from pq2.ring import combine
 from pq2.tiles import arrive_copied, decode, place
 
 ROWS = gl.constexpr(64)
 """Rows of the weight a warpgroup: those of a wgmma."""
+Q_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
+XS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
 FEWEST_REGISTERS = 24
 """The fewest registers of a thread that a warpgroup can keep: those that copy give the others up."""
 
@@ -223,19 +228,26 @@ def prefill_wgmma(
             f"prefill_wgmma: K is {k}, and with {sg} groups a stage it takes multiples of {GROUP * sg}"
         )
     target = out if split == 1 else torch.empty(split, m, n, dtype=torch.float32, device=out.device)
-    q_desc = TensorDescriptor.from_tensor(x.q, [block_m, 128], gl.NVMMASharedLayout(128, 8, 2))
-    xs_desc = TensorDescriptor.from_tensor(x.scales, [1, block_m], gl.NVMMASharedLayout(0, 32, 2))
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(n, 64 * consumers)
+    programs = min(triton.cdiv(m, block_m) * triton.cdiv(n, 64 * consumers) * split, per_sm * multiprocessors)
     launched, consumer, copier = registers(consumers, per_sm)
-    pq2_prefill_wgmma_kernel[(min(tiles * split, per_sm * multiprocessors),)](
-        q_desc, xs_desc, weight.codes, weight.scales, target, m, n, k // GROUP, split, band,
-        BLOCK_M=block_m, CONSUMERS=consumers, STAGES=stages, SG=sg, REGISTERS=consumer, COPY_REGISTERS=copier,
+    plans.launch(
+        pq2_prefill_wgmma_kernel,
+        (programs,),
+        (
+            TensorDescriptor(x.q, [m, k], [k, 1], [block_m, 128], Q_LAYOUT),
+            TensorDescriptor(x.scales, [k // GROUP, padded(m)], [padded(m), 1], [1, block_m], XS_LAYOUT),
+            weight.codes, weight.scales, target, m, n, k // GROUP, split, band,
+        ),
+        {"BLOCK_M": block_m, "CONSUMERS": consumers, "STAGES": stages, "SG": sg, "REGISTERS": consumer,
+         "COPY_REGISTERS": copier},
+        out.device,
         num_warps=4, maxnreg=launched, enable_fp_fusion=True, launch_pdl=pdl,
     )  # fmt: skip
     if split > 1:
         combine(target, out, pdl)
 
 
+@functools.cache
 def registers(consumers: int, per_sm: int) -> tuple[int, int, int]:
     """Registers of a thread: when a program is launched; then of one that multiplies, and of one that copies."""
     launched = 65536 // per_sm // (128 * (consumers + 1)) // 8 * 8

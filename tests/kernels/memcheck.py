@@ -22,6 +22,11 @@ ENTRIES = {
         launches.Entry("ring", launches.Ring(16, 4, 1, 1, 4, 2, 3, 1)),
         launches.Entry("direct", launches.Direct(16, 8, 1, 2)),
     ],
+    100: [
+        launches.Entry("prefill", launches.Prefill(32, 64, 1, 4, 3, 2)),
+        launches.Entry("prefill_wgmma", launches.PrefillWgmma(32, 2, 4, 1, 3, 2, 1)),
+        launches.Entry("prefill_wgmma", launches.PrefillWgmma(64, 1, 3, 2, 1, 1, 2)),
+    ],
 }
 """What the dispatch would not take for weights as small as these. One program a multiprocessor takes several tiles."""
 
@@ -32,8 +37,8 @@ def main() -> None:
         weight = pq2_format.random(n, k, "cuda")
         signs = torch.ones(k, dtype=torch.int8, device="cuda")
         rotation = 1024 if k % 1024 == 0 else 0
-        for kernel_set in ("tuned", "exact", "legacy"):
-            choice = switches.resolve({"PQ2_KERNELS": kernel_set}, "cuda")
+        for given in ({"PQ2_PREFILL": "on"}, {"PQ2_KERNELS": "exact"}, {"PQ2_KERNELS": "legacy"}):
+            choice = switches.resolve(given, "cuda")
             for m in (1, 2, 9, 17, 33, 65, 130):
                 x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
                 dispatch.matmul(x, weight, choice, signs, rotation)

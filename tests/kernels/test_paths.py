@@ -13,6 +13,8 @@ from pq2.format import Prepared
 
 GPU = DEVICE == "cuda"
 SETS = ("legacy", "exact", "tuned")
+CHOICES = (*SETS, "prefill")
+"""And the tuned set with `prefill`, which no set has yet."""
 # Odd sizes first: N of no power of two, K of one group and of an odd number of groups.
 SHAPES = [(5, 128), (70, 384), (33, 1152)] + ([(1000, 5120), (4097, 3968), (512, 17408)] if GPU else [])
 ROWS = [2, 3, 16, 17] + ([8, 31, 33, 64, 65, 127, 512, 1000, 4096] if GPU else [])
@@ -23,8 +25,8 @@ BOUND = {torch.bfloat16: TRUNCATES * 2**-8, torch.float16: TRUNCATES * 2**-11, t
 """Relative errors allowed: the rounding of the result, and the order of fp32 additions."""
 
 
-def _choice(kernel_set: str) -> switches.Choice:
-    return switches.resolve({"PQ2_KERNELS": kernel_set}, "cuda")
+def _choice(name: str) -> switches.Choice:
+    return switches.resolve({"PQ2_PREFILL": "on"} if name == "prefill" else {"PQ2_KERNELS": name}, "cuda")
 
 
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +45,7 @@ def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kernel_set", "m"), [*((kernel_set, 1) for kernel_set in SETS), *(("tuned", m) for m in ROWS)]
+    ("kernel_set", "m"), [*((kernel_set, 1) for kernel_set in SETS), *((name, m) for m in ROWS for name in CHOICES[2:])]
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_is_the_reference(
@@ -83,18 +85,22 @@ def test_the_exact_set_gives_the_bits_of_legacy(shape: tuple[int, int], m: int) 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
 @pytest.mark.parametrize("m", [*range(1, 65), 127, 128, 129, 512, 1000, 1024, 2048, 4095, 8192])
-def test_every_number_of_rows(m: int) -> None:
-    weight = pq2_format.random(1031, 5120, DEVICE, seed=m)
-    x = torch.randn(m, 5120, device=DEVICE)
+@pytest.mark.parametrize("k", [5120, 1152])
+def test_every_number_of_rows(m: int, k: int) -> None:
+    weight = pq2_format.random(1031, k, DEVICE, seed=m)
+    x = torch.randn(m, k, device=DEVICE)
     wanted = reference.matmul(x, weight)
-    assert _error(dispatch.matmul(x, weight, _choice("tuned")), wanted) < BOUND[torch.float32]
+    for name in CHOICES[2:]:
+        before = dispatch.CALLS["prefill"]
+        assert _error(dispatch.matmul(x, weight, _choice(name)), wanted) < BOUND[torch.float32], name
+        assert dispatch.CALLS["prefill"] - before == (name == "prefill" and m > 16)
 
 
 def _entries() -> list[tuple[int, str, launches.Entry]]:
     """The entries of this GPU's table: rows, weight, entry."""
     by_rows = launches.table(dispatch.arch_of(torch.device(DEVICE)))[1]["tuned"]
     return [
-        (rows, weight, entry)
+        (min(rows, 2048), weight, entry)
         for rows, weights in by_rows.items()
         for weight, entries in weights.items()
         for entry in entries
@@ -108,7 +114,7 @@ def test_every_entry_of_the_table_is_right(rows: int, name: str, entry: launches
     n, k = (3000, 5120) if name == "default" else map(int, name.split("x"))
     n = min(n, 20000)  # a head takes the reference long; rows enough for several tiles a program
     weight = pq2_format.random(n, k, DEVICE, seed=rows)
-    for m in {rows, max(entry.kind.rows[0], rows - 3)}:
+    for m in {rows, max(entry.kind.rows[0], rows - 3), min(rows, 130)}:
         x = torch.randn(m, k, device=DEVICE)
         out = torch.full((m, n), torch.nan, device=DEVICE)
         dispatch.run(entry, x, weight, out)
@@ -297,8 +303,8 @@ def test_one_wrong_code_is_seen() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize("kernel_set", SETS)
-@pytest.mark.parametrize("m", [1, 4, 64])
+@pytest.mark.parametrize("kernel_set", CHOICES)
+@pytest.mark.parametrize("m", [1, 4, 64, 300])
 def test_a_captured_graph_replays_with_new_inputs(kernel_set: str, m: int) -> None:
     weight = pq2_format.random(1000, 4096, DEVICE)
     x = torch.randn(m, 4096, device=DEVICE, dtype=torch.bfloat16)
