@@ -4,10 +4,14 @@
     python -m pq2.bench --shape qwen3-8b        those of another shape of `pq2.generate`
     python -m pq2.bench --rows 1 16 2048        other numbers of rows
     python -m pq2.bench --json FILE --plot FILE   everything measured, as JSON; a roofline, as SVG
+    python -m pq2.bench --peers humming-w2a8      of the kernels of others (`peers.py`) these alone; or none
+    python -m pq2.bench --compile-only --cubins DIR   compile humming's kernels into DIR; needs no GPU
+    python -m pq2.bench --cubins DIR              take them from there
 
-Implementations are `pq2`, the tuned set; `pq2-legacy`, the older kernels; and `cublas-bf16`. All are timed in one run, in
-CUDA graphs (`timing.py`), on activations that are quantised already; `pq2+quantise` is the tuned set with quantising. A
-step is one graph of all its products, in turn. No path is timed that does not agree with the float64 reference.
+Implementations are `pq2`, the tuned set; `pq2-legacy`, the older kernels; `cublas-bf16`; and the peers that are installed.
+All are timed in one run, in CUDA graphs (`timing.py`), on activations that are quantised already; `NAME+quantise` is NAME
+with quantising. A step is one graph of all its products, in turn; who lacks a product has no step. No path is timed that
+does not agree with its float64 reference. What is measured is in FILE after every number of rows.
 """
 
 from __future__ import annotations
@@ -19,17 +23,20 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pq2 import dispatch, launches, reference, shapes, small_gemm, switches, timing
+from pq2 import ahead, dispatch, launches, reference, shapes, small_gemm, switches, timing
 from pq2 import format as pq2_format
 from pq2 import legacy as legacy_path
+from pq2 import peers as others
 from pq2.activations import quantize_rows
+from pq2.errors import PathUnavailable
 from pq2.generate import byte_tokenizer
+from pq2.peers import Peers
 from pq2.quantize import quantize
 from pq2.shapes import Projection
 from pq2.timing import Call
@@ -39,7 +46,11 @@ FEW = 16
 """Rows up to here are decoding: a step's time is told; beyond it is the arithmetic."""
 LAUNCHES = 300
 LONG = 512
-"""From so many rows on, graphs are short: a product is long enough."""
+"""From so many rows on, graphs are short and replayed less often: a product is long enough."""
+LONG_REPLAYS = 5
+NONE = "-"
+"""In a table: not measured."""
+OURS = ("pq2", "pq2-legacy", "pq2+quantise")
 
 
 def projections(shape: str) -> list[Projection]:
@@ -54,10 +65,20 @@ def in_turn(step: Sequence[Projection]) -> list[int]:
     return [number for _, number in sorted(places)]
 
 
+def multiplied(step: Sequence[Projection], m: int) -> list[Projection]:
+    """What m rows are multiplied by: a prompt's head multiplies its last row alone."""
+    return [one for one in step if m <= FEW or one.count > 1]
+
+
+def products_of(step: Sequence[Projection], rows: Sequence[int]) -> list[ahead.Product]:
+    """N, K and the number of rows of everything that is measured."""
+    return [(one.n, one.k, m) for m in rows for one in multiplied(step, m)]
+
+
 class Product:
     """A projection's weights and activations, and the calls that multiply them."""
 
-    def __init__(self, projection: Projection, m: int, arch: str) -> None:
+    def __init__(self, projection: Projection, m: int, arch: str, peers: Peers) -> None:
         self.n, self.k, self.m, self.count = projection.n, projection.k, m, projection.count
         self.bytes = self.n * pq2_format.block_rows(self.k)
         self.weights = timing.weights(self.n, self.k)
@@ -70,6 +91,8 @@ class Product:
         self.entry = dispatch.entry_for(switches.resolve({}, "cuda"), arch, m, self.n, self.k)
         self.planes = quantize_rows(self.x)
         self.quantized = dispatch.quantized_for(self.entry, self.x) if self.entry else self.planes
+        self.own_errors = self.errors()
+        self.peers = peers.products(self.weights, self.x)
 
     def _legacy(self, copy: int) -> None:
         weight = self.weights[copy]
@@ -99,10 +122,10 @@ class Product:
             "pq2-legacy": (self._legacy, copies),
             "pq2+quantise": (self._whole, copies),
             "cublas-bf16": (lambda copy: torch.nn.functional.linear(self.x, self.dense[copy]), len(self.dense)),
-        }
+        } | {name: (peer.call, peer.copies) for name, peer in self.peers.items()}
 
     def errors(self) -> dict[str, float]:
-        """The relative error of each implementation; of cuBLAS against its own operands."""
+        """The relative error of ours, and of cuBLAS against its own operands."""
         last = len(self.weights) - 1
         product = timing.wanted(quantize(self.x), self.weights[last])
         found = {}
@@ -117,16 +140,25 @@ class Product:
 
     def measure(self) -> list[dict[str, Any]]:
         """A row of the results for each implementation."""
-        errors = self.errors()
-        times = timing.medians(timing.graph_times(self.calls(), least=timing.CALLS if self.m < LONG else 4))
-        return [
-            {
+        least, replays = (timing.CALLS, timing.REPLAYS) if self.m < LONG else (4, LONG_REPLAYS)
+        times = timing.medians(timing.graph_times(self.calls(), replays, least))
+        rows = []
+        for name, seconds in times.items():
+            nbytes, error, against = self._facts(name)
+            rows.append({
                 "impl": name, "n": self.n, "k": self.k, "m": self.m, "us": seconds * 1e6,
-                "tb_s": (self.bytes if name.startswith("pq2") else 2 * self.n * self.k) / seconds / 1e12,
-                "rel_err": errors[name], "path": self._path(name),
-            }
-            for name, seconds in times.items()
-        ]  # fmt: skip
+                "tb_s": nbytes / seconds / 1e12, "rel_err": error, "against": against, "path": self._path(name),
+            })  # fmt: skip
+        return rows
+
+    def _facts(self, name: str) -> tuple[int, float, str]:
+        """Bytes of the weight, the relative error, and the activations of the product it is compared with."""
+        if name in self.peers:
+            peer = self.peers[name]
+            return peer.nbytes, peer.rel_err, peer.against
+        if name in OURS:
+            return self.bytes, self.own_errors[name], "quantised per 128"
+        return 2 * self.n * self.k, self.own_errors[name], "bf16"
 
     def _path(self, name: str) -> str | None:
         if name not in ("pq2", "pq2+quantise"):
@@ -135,9 +167,10 @@ class Product:
 
 
 def step_times(products: Sequence[Product], step: Sequence[Projection]) -> dict[str, float]:
-    """Seconds of a whole step, one graph an implementation: every product as often as the step has it."""
+    """Seconds of a whole step, one graph an implementation that has all products: each as often as the step has it."""
     order = in_turn(step)
     calls = [product.calls() for product in products]
+    names = [name for name in calls[0] if all(name in has for has in calls)]
 
     def whole(name: str) -> Call:
         def run(_: int) -> None:
@@ -149,7 +182,8 @@ def step_times(products: Sequence[Product], step: Sequence[Projection]) -> dict[
 
         return run
 
-    return timing.medians(timing.graph_times({name: (whole(name), 1) for name in calls[0]}, least=1))
+    replays = timing.REPLAYS if products[0].m < LONG else LONG_REPLAYS
+    return timing.medians(timing.graph_times({name: (whole(name), 1) for name in names}, replays, least=1))
 
 
 def launch_times(product: Product) -> dict[str, float]:
@@ -189,8 +223,10 @@ def measure_small(projection: Projection, m: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(shape: str, rows: Sequence[int], arch: str) -> dict[str, Any]:
-    """Everything, for the projections of a shape and some numbers of rows."""
+def measure(
+    shape: str, rows: Sequence[int], arch: str, peers: Peers, save: Callable[[dict[str, Any]], object] = id
+) -> dict[str, Any]:
+    """Everything, for the projections of a shape and some numbers of rows; saved after each of them."""
     ceiling = timing.bandwidth()
     everything = projections(shape)
     step = [one for one in everything if one.converted]
@@ -199,27 +235,33 @@ def measure(shape: str, rows: Sequence[int], arch: str) -> dict[str, Any]:
         "table": launches.table(arch)[0], "copy_tb_s": ceiling / 1e12,
         "floor_ms": sum(one.count * one.n * pq2_format.block_rows(one.k) for one in step) / ceiling * 1e3,
         "counts": {f"{one.n}x{one.k}": one.count for one in step},
+        "peers": peers.versions, "peers_left_out": peers.left_out,
         "rows": [], "step_ms": {}, "prefill_tflops": {}, "launch_us": {}, "small": [],
     }  # fmt: skip
-    for m in rows:
-        # A prompt's head multiplies its last row alone, so the arithmetic of many rows is that of the others.
-        here = [one for one in step if m <= FEW or one.count > 1]
-        products = [Product(one, m, arch) for one in here]
-        for product in products:
-            found["rows"] += product.measure()
-        for name, seconds in step_times(products, here).items():
-            if m <= FEW:
-                found["step_ms"].setdefault(name, {})[str(m)] = seconds * 1e3
-            else:
-                operations = sum(2 * m * one.n * one.k * one.count for one in here)
-                found["prefill_tflops"].setdefault(name, {})[str(m)] = operations / seconds / 1e12
-        for name, seconds in launch_times(products[0]).items():
-            found["launch_us"].setdefault(name, {})[str(m)] = seconds * 1e6
-        print(f"M={m} done", file=sys.stderr, flush=True)
-        del products
-    found["small"] = [
-        measure_small(one, m) for m in rows if m <= small_gemm.MAX_M for one in everything if not one.converted
-    ]
+    peers.begin()
+    ahead.compile_all(peers.here, products_of(step, rows))
+    try:
+        for m in rows:
+            here = multiplied(step, m)
+            products = [Product(one, m, arch, peers) for one in here]
+            for product in products:
+                found["rows"] += product.measure()
+            for name, seconds in step_times(products, here).items():
+                if m <= FEW:
+                    found["step_ms"].setdefault(name, {})[str(m)] = seconds * 1e3
+                else:
+                    operations = sum(2 * m * one.n * one.k * one.count for one in here)
+                    found["prefill_tflops"].setdefault(name, {})[str(m)] = operations / seconds / 1e12
+            for name, seconds in launch_times(products[0]).items():
+                found["launch_us"].setdefault(name, {})[str(m)] = seconds * 1e6
+            print(f"M={m} done", file=sys.stderr, flush=True)
+            del products
+            save(found)
+        found["small"] = [
+            measure_small(one, m) for m in rows if m <= small_gemm.MAX_M for one in everything if not one.converted
+        ]
+    finally:  # a fault of the GPU ends it, but takes nothing back
+        save(found)
     return found
 
 
@@ -236,39 +278,64 @@ def table_lines(found: dict[str, Any]) -> list[str]:
             columns = list(dict.fromkeys(m for by_m in by_name.values() for m in by_m))
             lines += ["", f"| {title} | {' | '.join(f'M={m}' for m in columns)} |", "|" + "---|" * (len(columns) + 1)]
             for name, by_m in by_name.items():
-                lines.append(f"| {name} | {' | '.join(format(by_m[m], form) for m in columns)} |")
+                cells = [format(by_m[m], form) if m in by_m else NONE for m in columns]
+                lines.append(f"| {name} | {' | '.join(cells)} |")
     for m in dict.fromkeys(row["m"] for row in found["rows"]):
         lines += ["", f"| M={m}, us | a step has | floor | {' | '.join(names)} |", "|" + "---|" * (len(names) + 3)]
         for weight, count in found["counts"].items():
             here = {r["impl"]: r for r in found["rows"] if r["m"] == m and f"{r['n']}x{r['k']}" == weight}
             if here:
                 floor = here["pq2"]["us"] * here["pq2"]["tb_s"] / found["copy_tb_s"]
-                cells = " | ".join(f"{here[name]['us']:.2f}" for name in names)
-                lines.append(f"| {weight} | {count} | {floor:.2f} | {cells} |")
+                cells = [f"{here[name]['us']:.2f}" if name in here else NONE for name in names]
+                lines.append(f"| {weight} | {count} | {floor:.2f} | {' | '.join(cells)} |")
     for small in found["small"]:
         told = ", ".join(f"{name} {us:.2f}" for name, us in small["us"].items())
         lines += ["", f"{small['n']}x{small['k']}, bf16, M={small['m']}: {told} us"]
+    for name, reason in found.get("peers_left_out", {}).items():
+        lines += ["", f"{name} is left out: {reason}"]
     return lines
 
 
+PLOTTED = (1, 16)
+"""Numbers of rows that have a roofline."""
+DRAWN = {
+    "pq2": ("o-", "C0"), "pq2-legacy": ("o:", "C0"), "humming-w2a8": ("s-", "C1"), "humming-w2a8-g128": ("D:", "C1"),
+    "humming-w2a16": ("^-", "C2"), "gemlite-a16w2": ("v-", "C3"),
+}  # fmt: skip
+"""Marker, line and colour of each."""
+
+
 def plot(found: dict[str, Any], path: Path) -> None:
-    """The roofline: bytes a second of a product's weight over the bytes it has, for a few rows."""
+    """The roofline: bytes a second of a product's weight over the bytes it has, a panel for each of a few rows."""
     from matplotlib import figure
 
-    drawn = figure.Figure(figsize=(8, 5), layout="constrained")
-    axes = drawn.subplots()
-    for name, marker in (("pq2", "o"), ("pq2-legacy", "x")):
-        for m, colour in ((1, "C0"), (8, "C1"), (16, "C2")):
+    measured = {row["m"] for row in found["rows"]}
+    panels = [m for m in PLOTTED if m in measured] or [min(measured)]
+    drawn = figure.Figure(figsize=(2 + 4.5 * len(panels), 4.5), layout="constrained")
+    for m, axes in zip(panels, drawn.subplots(1, len(panels), sharey=True, squeeze=False)[0], strict=True):
+        for name, (style, colour) in DRAWN.items():
             rows = sorted(
-                (row["us"] * row["tb_s"], row["tb_s"]) for row in found["rows"] if row["impl"] == name and row["m"] == m
+                (row["us"] * row["tb_s"], row["tb_s"]) for row in found["rows"] if (row["impl"], row["m"]) == (name, m)
             )
             if rows:
-                axes.plot(*zip(*rows, strict=True), marker=marker, color=colour, label=f"{name}, M={m}", linewidth=0.8)
-    axes.axhline(found["copy_tb_s"], color="grey", linestyle="--", label="copy")
-    axes.set(xscale="log", xlabel="MB of weight", ylabel="TB/s", title=f"{found['gpu']}: a product alone")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
+                axes.plot(*zip(*rows, strict=True), style, color=colour, label=name, linewidth=1, markersize=4)
+        axes.axhline(found["copy_tb_s"], color="grey", linestyle="--", label="copy")
+        axes.set(xscale="log", xlabel="MB of weight", title=f"M={m}")
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    drawn.axes[0].set_ylabel("TB/s")
+    drawn.suptitle(f"{found['gpu']}: a product alone")
+    drawn.legend(*_labels(drawn.axes), loc="outside right upper", fontsize="small")
     drawn.savefig(path)
+
+
+def _labels(panels: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """What a legend for all panels has: each label once."""
+    by_label = {
+        label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    return list(by_label.values()), list(by_label)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -280,28 +347,73 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--rows", type=int, nargs="+", default=list(ROWS), metavar="M", help=f"default: {' '.join(map(str, ROWS))}"
     )
+    found.add_argument(
+        "--peers", nargs="+", default=["all"], choices=[*others.NAMES, "all", "none"], metavar="NAME",
+        help=f"of {', '.join(others.NAMES)}; all (default): those that are installed; none",
+    )  # fmt: skip
+    found.add_argument("--cubins", type=Path, metavar="DIR", help="where humming's kernels are taken from and kept")
+    found.add_argument("--compile-only", action="store_true", help="compile humming's kernels into --cubins; no GPU")
     found.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline there (needs matplotlib)")
     return found
 
 
-def main() -> int:
+def asked(names: Sequence[str]) -> Peers:
+    """The peers that the command asks for.
+
+    Raises:
+        PathUnavailable: One that is asked for by its name is not installed.
+    """
+    if names == ["all"]:
+        return Peers()
+    found = Peers([peer for peer in others.ALL if peer.name in names])
+    if found.left_out:
+        raise PathUnavailable("; ".join(f"{name}: {reason}" for name, reason in found.left_out.items()))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    arguments = parser().parse_args()
-    if not torch.cuda.is_available():
-        print("pq2.bench: needs a CUDA device: nothing is measured on a CPU", file=sys.stderr)
-        return 2
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        print("pq2.bench: --plot needs matplotlib: install it here, or leave the option out", file=sys.stderr)
-        return 2
+    command = parser()
+    given = command.parse_args(arguments)
+    if len(given.peers) > 1 and {"all", "none"} & set(given.peers):
+        command.error("--peers takes names, or all, or none")
+    if given.compile_only and not given.cubins:
+        command.error("--compile-only needs --cubins, where it leaves what it compiles")
+    gpu = torch.cuda.is_available()
+    if not gpu and not given.compile_only:
+        return refuse("needs a CUDA device: nothing is measured on a CPU")
+    if given.plot and importlib.util.find_spec("matplotlib") is None:
+        return refuse("--plot needs matplotlib: install it here, or leave the option out")
+    try:
+        peers = asked(given.peers)
+        humming = any(isinstance(peer, others.Humming) for peer in peers.here)
+        if given.cubins and humming:
+            ahead.keep_cubins(given.cubins, gpu)
+    except (PathUnavailable, ImportError) as error:
+        return refuse(str(error))
+    if given.compile_only:
+        if not humming:
+            return refuse("nothing to compile: --compile-only is for humming, which is not here or was not asked for")
+        step = [one for one in projections(given.shape) if one.converted]
+        return 1 if ahead.compile_all(peers.here, products_of(step, given.rows)) else 0
+
+    def save(found: dict[str, Any]) -> None:
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
     torch.manual_seed(0)
-    found = measure(arguments.shape, arguments.rows, dispatch.arch_of(torch.device("cuda", 0)))
+    found = measure(given.shape, given.rows, dispatch.arch_of(torch.device("cuda", 0)), peers, save)
     print("\n".join(table_lines(found)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if arguments.plot:
-        plot(found, arguments.plot)
+    if given.plot:
+        plot(found, given.plot)
     return 0
+
+
+def refuse(why: str) -> int:
+    """Say on standard error why nothing is measured: the exit status."""
+    print(f"pq2.bench: {why}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

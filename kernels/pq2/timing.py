@@ -94,9 +94,37 @@ def weights(n: int, k: int) -> list[pq2_format.Prepared]:
 
 def wanted(x: Quantized, weight: pq2_format.Prepared) -> torch.Tensor:
     """The float64 product of x (natural order) with the first rows of a weight."""
+    return reference.matmul_quantized(x, _first_rows(weight))
+
+
+def exact(activations: torch.Tensor, weight: pq2_format.Prepared) -> torch.Tensor:
+    """The same from activations that are no PQ2's, float64 [M, K]: another's, as it rounds them, or those not rounded."""
+    return activations @ reference.dequantize(_first_rows(weight)).T
+
+
+def _first_rows(weight: pq2_format.Prepared) -> pq2_format.Prepared:
     rows = min(weight.shape[0], REFERENCE_ROWS)
-    part = pq2_format.Prepared(weight.data, weight.codes[:rows], weight.scales[:rows])
-    return reference.matmul_quantized(x, part)
+    return pq2_format.Prepared(weight.data, weight.codes[:rows], weight.scales[:rows])
+
+
+def deviation(got: torch.Tensor, product: torch.Tensor) -> float:
+    """The relative error of a result's first columns; infinite where anything is NaN."""
+    error = float((got[:, : product.shape[1]].double() - product).norm() / product.norm())
+    return math.inf if bool(got.isnan().any()) or math.isnan(error) else error
+
+
+def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a call leaves when a CUDA graph of it is replayed, over NaN; on a CPU, what it returns."""
+    result = call()  # compiles
+    if not result.is_cuda:
+        return result
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    result.fill_(torch.nan)
+    graph.replay()
+    return result.clone()
 
 
 def relative_error(name: str, call: Callable[[], object], out: torch.Tensor, product: torch.Tensor) -> float:
@@ -109,7 +137,7 @@ def relative_error(name: str, call: Callable[[], object], out: torch.Tensor, pro
     call()
     if bool(out.isnan().any()):
         raise SystemExit(f"pq2: {name} left outputs unwritten, or NaN: not timed")
-    error = float((out[:, : product.shape[1]].double() - product).norm() / product.norm())
+    error = deviation(out, product)
     if not error < TOLERANCE:
         raise SystemExit(f"pq2: {name} is off by {error:.2e} against the float64 reference: not timed")
     return error

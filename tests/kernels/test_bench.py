@@ -30,10 +30,16 @@ def _documented(module) -> list[list[str]]:
 
 def test_every_documented_command_is_one() -> None:
     parsed = [vars(bench.parser().parse_args(command)) for command in _documented(bench)]
-    assert parsed[0] == {"shape": "hybrid-27b", "rows": list(bench.ROWS), "json": None, "plot": None}
+    assert parsed[0] == {
+        "shape": "hybrid-27b", "rows": list(bench.ROWS), "json": None, "plot": None,
+        "peers": ["all"], "cubins": None, "compile_only": False,
+    }  # fmt: skip
     assert parsed[1]["shape"] == "qwen3-8b"
     assert parsed[2]["rows"] == [1, 16, 2048]
     assert (parsed[3]["json"], parsed[3]["plot"]) == (Path("FILE"), Path("FILE"))
+    assert parsed[4]["peers"] == ["humming-w2a8"]
+    assert (parsed[5]["compile_only"], parsed[5]["cubins"]) == (True, Path("DIR"))
+    assert (parsed[6]["compile_only"], parsed[6]["cubins"]) == (False, Path("DIR"))
     parsed = [vars(tune.parser().parse_args(command)) for command in _documented(tune)]
     assert parsed[0]["out"] == Path("kernels/pq2/tables/sm_90.json")
     assert (parsed[1]["weights"], parsed[1]["rows"]) == ([(5120, 17408)], [8, 16])
@@ -67,6 +73,20 @@ def test_results_are_told_beside_their_floor() -> None:
     assert "| CPU of a call, us | M=1 |" in lines
     assert "| 16384x5120 | 48 | 4.00 | 10.00 | 20.00 |" in lines
     assert not any("prefill" in line for line in lines)
+
+
+def test_what_was_not_measured_is_told_and_has_no_number() -> None:
+    peer = {"impl": "a-peer", "n": 16384, "k": 5120, "m": 16, "us": 12.0, "tb_s": 0.4, "rel_err": 2e-3}
+    ours = FOUND["rows"][0] | {"m": 16}
+    lines = bench.table_lines(
+        FOUND
+        | {"rows": [*FOUND["rows"], ours, peer], "peers_left_out": {"a-peer 16384x5120 M=1": "RuntimeError: no"}}
+        | {"step_ms": {"pq2": {"1": 0.5, "16": 0.6}, "a-peer": {"16": 0.7}}}
+    )
+    assert "| a-peer | - | 0.700 |" in lines
+    assert "| 16384x5120 | 48 | 4.00 | 10.00 | 20.00 | - |" in lines
+    assert "| 16384x5120 | 48 | 4.00 | 10.00 | - | 12.00 |" in lines
+    assert lines[-1] == "a-peer 16384x5120 M=1 is left out: RuntimeError: no"
 
 
 def test_a_table_is_read_as_it_was_written() -> None:
