@@ -1,12 +1,7 @@
-"""Before the benchmark measures: what the peers would compile one by one is compiled many at a time.
+"""Before the benchmark measures: what the peers would compile one by one is compiled many at a time, in their own caches.
 
-humming compiles with NVRTC, which needs no GPU. `--cubins DIR` of the benchmark keeps its kernels in DIR, under names that
-hold on any machine (humming's own cache has paths and times of files in its names), and `--compile-only` ends there. So DIR
-can be made where there is no GPU: one like an H200 is stood in, since humming asks for sizes of the GPU when it chooses
-tiles. For others of sm_90, compile on the machine itself.
-
-gemlite's kernels are Triton's and compiled for its candidates when they are first timed. Processes compile them before
-that, into Triton's cache, on the GPU that will run them.
+humming compiles with NVRTC or nvcc, and threads wait for that. gemlite's kernels are Triton's, compiled for each of its
+candidates when that is first timed: processes compile them before.
 """
 
 from __future__ import annotations
@@ -14,96 +9,26 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import hashlib
-import importlib.metadata
 import json
 import multiprocessing
 import os
-import shutil
 import sys
-import threading
 import time
-import types
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from pq2 import format as pq2_format
-from pq2.errors import PathUnavailable
 from pq2.format import GROUP
-from pq2.peers import HUMMING, Gemlite, Humming, Peer, first_line, tell
-
-H200 = {
-    "index": 0, "name": "NVIDIA H200", "is_ppu": False, "sm_major": 9, "sm_minor": 0, "sm_version": 90, "sm_count": 132,
-    "max_threads_per_block": 1024, "max_threads_per_sm": 2048, "max_registers_per_sm": 65536, "l2_cache_size": 60 << 20,
-    "default_smem_size": 48 << 10, "max_smem_size": 227 << 10,
-}  # fmt: skip
-"""What humming asks of a GPU where it chooses tiles for sm_90. Anything else raises: it does not pass for known."""
+from pq2.peers import Gemlite, Humming, Peer, first_line, tell
 
 TILES = (1, 4, 16, 32, 63, 64, 128)
 PROCESSES = 16
+"""At most: each has a context on the GPU."""
 Product = tuple[int, int, int]
 """N, K, and the number of rows."""
-
-
-def keep_cubins(directory: Path, gpu: bool) -> None:
-    """From now on humming takes its kernels from a directory, and leaves there what it compiles.
-
-    Args:
-        directory: Made where it is not there.
-        gpu: Whether there is one; a stand-in otherwise.
-    """
-    if not gpu:
-        stand_in_gpu()
-    from humming.jit.runtime import KernelRuntime
-
-    directory.mkdir(parents=True, exist_ok=True)
-    version = importlib.metadata.version(HUMMING.name)
-    compiler: Any = KernelRuntime._get_compiler()
-
-    class Kept(compiler):
-        @classmethod
-        def compile(cls, code: str, sm_version: str, kernel_expr: str, *arguments: Any, **options: Any) -> str:
-            """The path of a kernel's cubin."""
-            fast = str((arguments, options.get("disable_fast_math")))
-            text = "\0".join([version, cls.signature(), sm_version, kernel_expr, fast, code])
-            path = directory / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.cubin"
-            if not path.is_file():
-                made = super().compile(code, sm_version, kernel_expr, *arguments, **options)
-                unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-                shutil.copyfile(made, unfinished)
-                unfinished.replace(path)
-            return str(path)
-
-    KernelRuntime._get_compiler = staticmethod(lambda: Kept)
-
-
-def stand_in_gpu() -> None:
-    """Let humming choose and compile kernels in this process as if an H200 were here; none can be launched.
-
-    Raises:
-        PathUnavailable: There is no NVRTC to compile with.
-    """
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.device = contextlib.nullcontext
-    if torch.version.cuda is None:  # of this PyTorch; humming looks for NVRTC of the same major version
-        try:
-            torch.version.cuda = importlib.metadata.version("nvidia-cuda-nvrtc")
-        except importlib.metadata.PackageNotFoundError:
-            raise PathUnavailable("no NVRTC here to compile humming's kernels: humming-kernels[cu13] has it") from None
-    from humming.device import DeviceInfo, current_device
-    from humming.kernel.humming import HummingKernel
-    from humming.kernel.process_input import ProcessInputKernel
-
-    here = DeviceInfo(-1)
-    for info in (here, current_device):
-        info._value = types.SimpleNamespace(**H200)
-    DeviceInfo._instances[0] = here
-    for kernel in (HummingKernel, ProcessInputKernel):
-        kernel.register_kernel = lambda self: setattr(self, "kernel_id", 0)
 
 
 def humming_jobs(peers: Sequence[Humming], products: Sequence[Product]) -> list[Callable[[], object]]:

@@ -5,13 +5,12 @@
     python -m pq2.bench --rows 1 16 2048        other numbers of rows
     python -m pq2.bench --json FILE --plot FILE   everything measured, as JSON; a roofline, as SVG
     python -m pq2.bench --peers humming-w2a8      of the kernels of others (`peers.py`) these alone; or none
-    python -m pq2.bench --compile-only --cubins DIR   compile humming's kernels into DIR; needs no GPU
-    python -m pq2.bench --cubins DIR              take them from there
 
-Implementations are `pq2`, the tuned set; `pq2-legacy`, the older kernels; `cublas-bf16`; and the peers that are installed.
-All are timed in one run, in CUDA graphs (`timing.py`), on activations that are quantised already; `NAME+quantise` is NAME
-with quantising. A step is one graph of all its products, in turn; who lacks a product has no step. No path is timed that
-does not agree with its float64 reference. What is measured is in FILE after every number of rows.
+Implementations are `pq2`, the tuned set, or what the switches in the environment make of it; `pq2-legacy`, the older
+kernels; `cublas-bf16`; and the peers that are installed. All are timed in one run, in CUDA graphs (`timing.py`), on
+activations that are quantised already; `NAME+quantise` is NAME with quantising. A step is one graph of all its products,
+in turn; who lacks a product has no step. No path is timed that does not agree with its float64 reference. What is measured
+is in FILE after every number of rows.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from typing import Any
 
 import torch
 
-from pq2 import ahead, dispatch, launches, reference, shapes, small_gemm, switches, timing
+from pq2 import ahead, dispatch, launches, plans, reference, shapes, small_gemm, switches, timing
 from pq2 import format as pq2_format
 from pq2 import legacy as legacy_path
 from pq2 import peers as others
 from pq2.activations import quantize_rows
-from pq2.errors import PathUnavailable
+from pq2.errors import PathUnavailable, SwitchError
 from pq2.generate import byte_tokenizer
 from pq2.peers import Peers
 from pq2.quantize import quantize
@@ -88,7 +87,7 @@ class Product:
         ]
         self.x = torch.randn(m, self.k, dtype=torch.bfloat16, device="cuda")
         self.out = torch.empty(m, self.n, dtype=torch.bfloat16, device="cuda")
-        self.entry = dispatch.entry_for(switches.resolve({}, "cuda"), arch, m, self.n, self.k)
+        self.entry = dispatch.entry_for(switches.resolved("cuda"), arch, m, self.n, self.k)
         self.planes = quantize_rows(self.x)
         self.quantized = dispatch.quantized_for(self.entry, self.x) if self.entry else self.planes
         self.own_errors = self.errors()
@@ -187,18 +186,27 @@ def step_times(products: Sequence[Product], step: Sequence[Projection]) -> dict[
 
 
 def launch_times(product: Product) -> dict[str, float]:
-    """Seconds of the CPU that a call takes, without a graph: the median of many, the GPU never far behind."""
-    found = {}
-    for name, (call, copies) in product.calls().items():
-        taken = []
-        for number in range(LAUNCHES):
-            begin = time.perf_counter()
-            call(number % copies)
-            taken.append(time.perf_counter() - begin)
-            if number % 20 == 19:
-                torch.cuda.synchronize()
-        found[name] = statistics.median(taken)
+    """Seconds of the CPU that a call takes, without a graph: the median of many, the GPU never far behind.
+
+    `NAME, by Triton` is NAME without launch plans (`plans.py`).
+    """
+    calls = product.calls()
+    found = {name: _launch_time(*call) for name, call in calls.items()}
+    with plans.without():
+        for name in ("pq2", "pq2+quantise"):
+            found[f"{name}, by Triton"] = _launch_time(*calls[name])
     return found
+
+
+def _launch_time(call: Call, copies: int) -> float:
+    taken = []
+    for number in range(LAUNCHES):
+        begin = time.perf_counter()
+        call(number % copies)
+        taken.append(time.perf_counter() - begin)
+        if number % 20 == 19:
+            torch.cuda.synchronize()
+    return statistics.median(taken)
 
 
 def measure_small(projection: Projection, m: int) -> dict[str, Any]:
@@ -224,7 +232,7 @@ def measure_small(projection: Projection, m: int) -> dict[str, Any]:
 
 
 def measure(
-    shape: str, rows: Sequence[int], arch: str, peers: Peers, save: Callable[[dict[str, Any]], object] = id
+    shape: str, rows: Sequence[int], arch: str, peers: Peers, save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Everything, for the projections of a shape and some numbers of rows; saved after each of them."""
     ceiling = timing.bandwidth()
@@ -232,7 +240,7 @@ def measure(
     step = [one for one in everything if one.converted]
     found: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "arch": arch, "shape": shape,
-        "table": launches.table(arch)[0], "copy_tb_s": ceiling / 1e12,
+        "switches": switches.resolved("cuda").key, "table": launches.table(arch)[0], "copy_tb_s": ceiling / 1e12,
         "floor_ms": sum(one.count * one.n * pq2_format.block_rows(one.k) for one in step) / ceiling * 1e3,
         "counts": {f"{one.n}x{one.k}": one.count for one in step},
         "peers": peers.versions, "peers_left_out": peers.left_out,
@@ -351,8 +359,6 @@ def parser() -> argparse.ArgumentParser:
         "--peers", nargs="+", default=["all"], choices=[*others.NAMES, "all", "none"], metavar="NAME",
         help=f"of {', '.join(others.NAMES)}; all (default): those that are installed; none",
     )  # fmt: skip
-    found.add_argument("--cubins", type=Path, metavar="DIR", help="where humming's kernels are taken from and kept")
-    found.add_argument("--compile-only", action="store_true", help="compile humming's kernels into --cubins; no GPU")
     found.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw the roofline there (needs matplotlib)")
     return found
@@ -378,25 +384,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = command.parse_args(arguments)
     if len(given.peers) > 1 and {"all", "none"} & set(given.peers):
         command.error("--peers takes names, or all, or none")
-    if given.compile_only and not given.cubins:
-        command.error("--compile-only needs --cubins, where it leaves what it compiles")
-    gpu = torch.cuda.is_available()
-    if not gpu and not given.compile_only:
+    if not torch.cuda.is_available():
         return refuse("needs a CUDA device: nothing is measured on a CPU")
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         return refuse("--plot needs matplotlib: install it here, or leave the option out")
     try:
+        if switches.resolved("cuda").kernel_set == "reference":
+            return refuse(f"{switches.KERNELS}=reference runs no kernels, so there is nothing to measure")
         peers = asked(given.peers)
-        humming = any(isinstance(peer, others.Humming) for peer in peers.here)
-        if given.cubins and humming:
-            ahead.keep_cubins(given.cubins, gpu)
-    except (PathUnavailable, ImportError) as error:
+    except (PathUnavailable, SwitchError) as error:
         return refuse(str(error))
-    if given.compile_only:
-        if not humming:
-            return refuse("nothing to compile: --compile-only is for humming, which is not here or was not asked for")
-        step = [one for one in projections(given.shape) if one.converted]
-        return 1 if ahead.compile_all(peers.here, products_of(step, given.rows)) else 0
 
     def save(found: dict[str, Any]) -> None:
         if given.json:

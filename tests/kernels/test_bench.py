@@ -32,14 +32,12 @@ def test_every_documented_command_is_one() -> None:
     parsed = [vars(bench.parser().parse_args(command)) for command in _documented(bench)]
     assert parsed[0] == {
         "shape": "hybrid-27b", "rows": list(bench.ROWS), "json": None, "plot": None,
-        "peers": ["all"], "cubins": None, "compile_only": False,
+        "peers": ["all"],
     }  # fmt: skip
     assert parsed[1]["shape"] == "qwen3-8b"
     assert parsed[2]["rows"] == [1, 16, 2048]
     assert (parsed[3]["json"], parsed[3]["plot"]) == (Path("FILE"), Path("FILE"))
     assert parsed[4]["peers"] == ["humming-w2a8"]
-    assert (parsed[5]["compile_only"], parsed[5]["cubins"]) == (True, Path("DIR"))
-    assert (parsed[6]["compile_only"], parsed[6]["cubins"]) == (False, Path("DIR"))
     parsed = [vars(tune.parser().parse_args(command)) for command in _documented(tune)]
     assert parsed[0]["out"] == Path("kernels/pq2/tables/sm_90.json")
     assert (parsed[1]["weights"], parsed[1]["rows"]) == ([(5120, 17408)], [8, 16])

@@ -1,12 +1,10 @@
-"""The peers of the benchmark: who is left out, and why; their weights; their kernels, compiled before there is a GPU."""
+"""The peers of the benchmark: who is left out, and why; their weights; their kernels, compiled many at a time."""
 
 import dataclasses
 import importlib.metadata
 import importlib.util
-import os
 import subprocess
 import sys
-import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from conftest import DEVICE
 
-from pq2 import ahead, bench, peers, reference, timing
+from pq2 import ahead, bench, peers, reference, switches, timing
 from pq2 import format as pq2_format
 from pq2.format import Prepared
 from pq2.shapes import Projection
@@ -190,11 +188,14 @@ def test_what_the_command_cannot_do_is_told_before_anything_is_measured(
     monkeypatch.setattr(peers, "ALL", (stub("gemlite-a16w2", HERE), stub("humming-w2a8", NOWHERE)))
     assert "--peers takes names, or all, or none" in refused(["--peers", "all", "gemlite-a16w2"], capsys)
     assert "invalid choice: 'gemlite'" in refused(["--peers", "gemlite"], capsys)
-    assert "--compile-only needs --cubins" in refused(["--compile-only"], capsys)
-    cubins = ["--compile-only", "--cubins", str(tmp_path)]
-    assert "humming-w2a8: no-such-kernels is not installed" in refused([*cubins, "--peers", "humming-w2a8"], capsys)
-    assert "nothing to compile" in refused([*cubins, "--peers", "gemlite-a16w2"], capsys)
-    assert "nothing to compile" in refused([*cubins, "--peers", "none"], capsys)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "humming-w2a8: no-such-kernels is not installed" in refused(["--peers", "humming-w2a8"], capsys)
+    for name, value, said in (("PQ2_KERNELS", "reference", "runs no kernels"), ("PQ2_SINGEL", "on", "no such switch")):
+        with monkeypatch.context() as switched:
+            switched.setenv(name, value)
+            switches.resolved.cache_clear()
+            assert said in refused([], capsys)
+    switches.resolved.cache_clear()
 
 
 def test_the_roofline_has_a_panel_for_one_row_and_for_sixteen_with_every_peer(tmp_path: Path) -> None:
@@ -286,49 +287,6 @@ def test_hummings_own_packing_gives_our_words() -> None:
 # Compiled before they are launched.
 
 
-class Compiler:
-    """A compiler of humming's, whose results lie where it likes."""
-
-    compiled: list[str]
-    where: Path
-
-    @classmethod
-    def signature(cls) -> str:
-        return "nvrtc+13.0"
-
-    @classmethod
-    def compile(cls, code: str, sm_version: str, kernel_expr: str, disable_fast_math: bool = False) -> str:
-        cls.compiled.append(code)
-        path = cls.where / "kernel.cubin"
-        path.write_text(f"{code} {sm_version}")
-        return str(path)
-
-
-def test_cubins_are_found_again_whatever_machine_compiled_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def compile_on(machine: str, code: str, **options) -> str:
-        home = tmp_path / machine
-        home.mkdir(exist_ok=True)
-        compiler = type("Its", (Compiler,), {"compiled": [], "where": home})
-        runtime = types.ModuleType("humming.jit.runtime")
-        runtime.KernelRuntime = types.SimpleNamespace(_get_compiler=lambda: compiler)
-        for name, module in {"humming": types.ModuleType("humming"), "humming.jit.runtime": runtime}.items():
-            monkeypatch.setitem(sys.modules, name, module)
-        ahead.keep_cubins(tmp_path / "cubins", gpu=True)
-        path = Path(runtime.KernelRuntime._get_compiler().compile(code, "90a", kernel_expr="f<1>", **options))
-        assert path.parent == tmp_path / "cubins"
-        assert path.read_text() == f"{code} 90a"
-        return f"{path.name} {len(compiler.compiled)}"
-
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.1.20")
-    name, count = compile_on("here", "a").split()
-    assert count == "1"
-    assert compile_on("there", "a") == f"{name} 0"
-    assert not compile_on("there", "b").startswith(name)
-    assert not compile_on("there", "a", disable_fast_math=True).startswith(name)
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.1.21")
-    assert not compile_on("there", "a").startswith(name)
-
-
 def test_what_does_not_compile_ahead_is_told_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -353,73 +311,14 @@ def test_gemlites_candidates_are_compiled_once_for_rows_that_share_them() -> Non
     assert sorted(m for n, _, m in jobs if n == 1024) == [1, 4, 8, 16]  # a head is not multiplied by a prompt
 
 
-@pytest.mark.skipif(importlib.util.find_spec("humming") is None, reason="humming-kernels is not installed")
-@pytest.mark.skipif(GPU, reason="there is a CUDA device")
-def test_humming_is_compiled_for_sm_90_without_a_gpu(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pq2.bench", "--compile-only", "--cubins", str(tmp_path / "cubins")]
-    command += ["--shape", "qwen3-0.6b", "--rows", "1", "--peers", "humming-w2a8"]
-    environment = os.environ | {"HUMMING_CACHE_DIR": str(tmp_path / "own"), "HUMMING_TMP_DIR": str(tmp_path)}
-    for _ in range(2):  # the second finds all that the first left
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert (done.returncode, done.stdout) == (0, ""), done.stderr
-        names = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cubins").iterdir()}
-        assert all((tmp_path / "cubins" / name).read_bytes().startswith(b"\x7fELF") for name in names)
-        assert len(names) > len(bench.projections("qwen3-0.6b"))
-        own = len(list((tmp_path / "own").iterdir()))
-    assert own == len(names)
-
-
-DEFAULTS = """
-import json, torch
-from pq2 import ahead, bench, peers
-ahead.stand_in_gpu()
-from humming.schema import HummingInputSchema, HummingWeightSchema
-from humming.transform import prepare_layer_config
-from humming.tune import get_heuristics_config
-for kind, group in (("int8", 0), ("int8", 128), ("bfloat16", 0)):
-    inputs = HummingInputSchema(a_dtype=kind, input_scale_group_size=group)
-    weights = HummingWeightSchema(b_dtype="uint2" if kind == "int8" else "float2e0m1", weight_scale_group_size=128)
-    for n, k in ((5120, 6144), (34816, 5120)):
-        config = prepare_layer_config(n, k, weights, inputs, torch_dtype=torch.bfloat16, device=0)
-        table = get_heuristics_config(config, device=0)
-        for m in (*bench.ROWS, 4096):
-            [entry] = [entry for fewer, most, entry in table if fewer < m <= most]
-            assert entry == get_heuristics_config(config, shape_m=m, device=0), (kind, n, k, m)
-print("equal")
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("humming") is None, reason="humming-kernels is not installed")
-@pytest.mark.skipif(GPU, reason="there is a CUDA device")
-def test_humming_is_launched_as_its_table_of_defaults_says() -> None:
-    done = subprocess.run([sys.executable, "-c", DEFAULTS], capture_output=True, text=True, check=False)
-    assert done.stdout == "equal\n", done.stderr
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-def test_the_gpu_that_is_stood_in_is_this_one() -> None:
-    device = pytest.importorskip("humming.device", reason="humming-kernels is not installed")
-    here = device.DeviceInfo(0)
-    if here.name != ahead.H200["name"]:
-        pytest.skip(f"this is {here.name}")
-    assert {name: getattr(here, name) for name in ahead.H200} == ahead.H200
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize("peer", peers.ALL[:3], ids=lambda peer: peer.name)
-def test_what_is_compiled_ahead_is_what_is_launched(
-    peer: peers.Humming, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    runtime = pytest.importorskip("humming.jit.runtime", reason="humming-kernels is not installed").KernelRuntime
-    monkeypatch.setattr(runtime, "_get_compiler", staticmethod(runtime._get_compiler))  # put back at the end
-    ahead.keep_cubins(tmp_path, gpu=True)
-    n, k, m = 1536, 3072, 7
-    assert ahead.compile_humming([peer], [(n, k, m)]) == []
-    before = set(tmp_path.iterdir())
-    found = peers.Peers([peer])
-    found.products([pq2_format.random(n, k, "cuda")], torch.randn(m, k, dtype=torch.bfloat16, device="cuda"))
-    assert not found.left_out
-    late = [path for path in set(tmp_path.iterdir()) - before if b"PROBLEM_SHAPE_N" in path.read_bytes()]
-    assert not late
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
+def test_humming_is_launched_as_its_table_of_defaults_says(kind: str) -> None:
+    tune = pytest.importorskip("humming.tune", reason="humming-kernels is not installed")
+    peer = next(one for one in peers.ALL if getattr(one, "inputs", {}).get("dtype") == kind)
+    config = peer.layer(pq2_format.random(5120, 6144, "cuda")).humming_config
+    table = tune.get_heuristics_config(config, device=torch.device("cuda", 0))
+    for m in (*bench.ROWS, 4096):
+        [entry] = [entry for fewer, most, entry in table if fewer < m <= most]
+        assert entry == tune.get_heuristics_config(config, shape_m=m, device=torch.device("cuda", 0)), m
