@@ -68,6 +68,7 @@ class Ring(NamedTuple):
     stages: int
     keep: int
     split: int
+    registers: int
     per_sm: int
 
 

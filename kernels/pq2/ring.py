@@ -228,7 +228,7 @@ def pq2_combine_kernel(parts_ptr, out_ptr, size, SPLIT: tl.constexpr, BLOCK: tl.
 
 def ring(
     x: Fragments, m: int, weight: Prepared, out: torch.Tensor, block_n: int, warps_k: int, warps_n: int, sg: int,
-    stages: int, keep: int, split: int, programs: int, pdl: bool,
+    stages: int, keep: int, split: int, registers: int, programs: int, pdl: bool,
 ) -> None:  # fmt: skip
     """A few rows of activations times a weight.
 
@@ -244,6 +244,7 @@ def ring(
         stages: Stages of the ring, 2 at least.
         keep: Where the activations stay: `IN_SHARED`, `IN_REGISTERS`, `SCALES_IN_SHARED`.
         split: Parts of K.
+        registers: Registers of a thread at most, so that the next kernel's programs have room to begin; 0 for no limit.
         programs: Programs at most, those of all parts together.
         pdl: Programmatic dependent launch, which sm_90 has.
 
@@ -258,7 +259,8 @@ def ring(
     pq2_ring_kernel[grid](
         x.q, x.meta, weight.codes, weight.scales, target, m, n, k // 128,
         TOKENS=x.q.shape[2], BLOCK_N=block_n, WARPS_K=warps_k, WARPS_N=warps_n, SG=sg, STAGES=stages, KEEP=keep,
-        SPLIT=split, PDL=pdl, num_warps=warps_k * warps_n, enable_fp_fusion=True, launch_pdl=pdl,
+        SPLIT=split, PDL=pdl, num_warps=warps_k * warps_n, maxnreg=registers or None, enable_fp_fusion=True,
+        launch_pdl=pdl,
     )  # fmt: skip
     if split > 1:
         combine(target, out, pdl)

@@ -87,8 +87,9 @@ def _kernels(arch):
 EXTRA = [
     (launches.Entry("single_ring", launches.SingleRing(4, 16, 1, 1, 3, 8)), 1, 40),
     (launches.Entry("direct", launches.Direct(16, 4, 1, 2)), 16, 9),
-    (launches.Entry("ring", launches.Ring(32, 4, 1, 2, 4, 1, 1, 2)), 8, 40),
-    (launches.Entry("ring", launches.Ring(32, 4, 2, 5, 2, 0, 1, 1)), 16, 40),
+    (launches.Entry("ring", launches.Ring(32, 4, 1, 2, 4, 1, 1, 0, 2)), 8, 40),
+    (launches.Entry("ring", launches.Ring(32, 4, 2, 5, 2, 0, 1, 0, 1)), 16, 40),
+    (launches.Entry("ring", launches.Ring(32, 4, 1, 2, 6, 1, 1, 232, 2)), 8, 40),
     (launches.Entry("prefill", launches.Prefill(64, 256, 2, 4, 3, 16)), 2048, 40),
 ]
 """What both architectures compile, whatever their tables have."""
@@ -137,7 +138,7 @@ def _launch(entry, tokens, groups, pdl):
     if isinstance(launch, launches.Direct):
         return direct.pq2_direct_kernel, constants, warps
     constants |= {"STAGES": launch.stages, "KEEP": launch.keep, "SPLIT": launch.split}
-    return ring.pq2_ring_kernel, constants, warps
+    return ring.pq2_ring_kernel, constants, warps, launch.registers
 
 
 def _usage(cubin: bytes) -> dict[str, int]:

@@ -14,12 +14,12 @@ ENTRIES = {
         launches.Entry("single_ring", launches.SingleRing(4, 16, 1, 2, 2, 1)),
     ],
     7: [
-        launches.Entry("ring", launches.Ring(16, 4, 1, 2, 3, 1, 1, 1)),
-        launches.Entry("ring", launches.Ring(32, 4, 2, 3, 2, 0, 1, 1)),
+        launches.Entry("ring", launches.Ring(16, 4, 1, 2, 3, 1, 1, 0, 1)),
+        launches.Entry("ring", launches.Ring(32, 4, 2, 3, 2, 0, 1, 0, 1)),
         launches.Entry("direct", launches.Direct(64, 1, 4, 2)),
     ],
     13: [
-        launches.Entry("ring", launches.Ring(16, 4, 1, 1, 4, 2, 3, 1)),
+        launches.Entry("ring", launches.Ring(16, 4, 1, 1, 4, 2, 3, 0, 1)),
         launches.Entry("direct", launches.Direct(16, 8, 1, 2)),
     ],
     100: [

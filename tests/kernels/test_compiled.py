@@ -27,12 +27,12 @@ def _count(kernel: dict, *starts: str) -> int:
 
 PINNED = triton.__version__.startswith("3.6.")
 """Whether this is the Triton that GPU builds of vLLM bring; a later one allocates registers in other ways."""
-SPILLED = 32 if PINNED else 160
-"""Bytes of a thread's that may be kept in local memory: by `ring` where it uses all 255 registers, for 16 tokens or a long
-K; and by `prefill_wgmma`, of what it needs between tiles."""
+SPILLED = 48 if PINNED else 160
+"""Bytes of a thread's that may be kept in local memory: by `ring` where it uses all registers that it may have, and by
+`prefill_wgmma`, of what it needs between tiles."""
 SHARED = {86: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a program may have."""
-BOTH = "ring 16 40 (32, 4, 2, 5, 2, 0, 1, 1)"
+BOTH = "ring 16 40 (32, 4, 2, 5, 2, 0, 1, 0, 1)"
 """A kernel that both architectures compile, although only one has the room to run it."""
 
 
@@ -45,7 +45,7 @@ def test_nothing_spills(arch: int) -> None:
         "small_gemm", "embedding",
     }  # fmt: skip
     for name, kernel in kernels.items():
-        full = kernel["registers"] == 255 if name.startswith("ring") else name.startswith("prefill_wgmma")
+        full = kernel["registers"] >= 232 if name.startswith("ring") else name.startswith("prefill_wgmma")
         assert kernel["local"] == 0, name
         assert kernel["stack"] <= (SPILLED if full else 0 if PINNED else 8), name
         assert kernel["registers"] <= 255, name
@@ -90,7 +90,7 @@ def test_weights_come_by_cp_async_and_few_barriers(arch: int, path: str) -> None
         assert _count(kernel, "cp.async.cg.shared.global") > 0, name  # 16 bytes, past the L1 cache
         assert _count(kernel, "cp.async.wait_group") > 0, name
         if path == "ring":
-            _, warps_k, _, sg, stages, _, split, _ = launch
+            _, warps_k, _, sg, stages, _, split, _, _ = launch
             chunks = math.ceil(math.ceil(groups / (warps_k * split)) / sg)
         else:
             chunks, stages = 1, launch[4]

@@ -71,7 +71,7 @@ RINGS = [
 def test_ring(m: int, n: int, k: int, launch: tuple[int, ...], split: int, programs: int, keep: int) -> None:
     weight, x, out, wanted = _case(m, n, k)
     with _emulated(ring, "pq2_ring_kernel"):
-        ring.ring(_fragments(x), m, weight, out, *launch, keep, split, programs, pdl=GPU)
+        ring.ring(_fragments(x), m, weight, out, *launch, keep, split, 0, programs, pdl=GPU)
     assert _error(out, wanted) < BOUND
 
 
@@ -99,7 +99,7 @@ def test_what_is_not_finite_is_nan_for_its_token_alone(value: float) -> None:
     x[1, 300] = value
     for module, run in (
         (direct, lambda out: direct.direct(_fragments(x), 3, weight, out, 16, 4, 1, 2, pdl=GPU)),
-        (ring, lambda out: ring.ring(_fragments(x), 3, weight, out, 16, 4, 1, 2, 3, 1, 1, 2, pdl=GPU)),
+        (ring, lambda out: ring.ring(_fragments(x), 3, weight, out, 16, 4, 1, 2, 3, 1, 1, 0, 2, pdl=GPU)),
     ):
         out = torch.zeros(3, 32, device=DEVICE)
         with _emulated(module, f"pq2_{module.__name__.rpartition('.')[2]}_kernel"):
@@ -111,7 +111,7 @@ def test_what_is_not_finite_is_nan_for_its_token_alone(value: float) -> None:
 def test_a_k_that_copies_of_16_bytes_do_not_fit_is_refused() -> None:
     weight, x, out, _ = _case(2, 16, 1152)
     with pytest.raises(PathUnavailable, match="ring: K is 1152, and it takes multiples of 1024"):
-        ring.ring(_fragments(x), 2, weight, out, 16, 4, 1, 2, 3, 1, 1, 1, pdl=False)
+        ring.ring(_fragments(x), 2, weight, out, 16, 4, 1, 2, 3, 1, 1, 0, 1, pdl=False)
     with pytest.raises(PathUnavailable, match="single_ring: K is 1152"):
         single_ring.single_ring(quantize.quantize(x[:1], "planes"), weight, out[:1], 2, 16, 1, 1, 3, 1, pdl=False)
 
@@ -133,5 +133,5 @@ def test_a_ring_that_does_not_wait_is_seen(outstanding: str) -> None:
     weight, x, out, wanted = _case(4, 64, 2048)
     with emulated(ring, "pq2_ring_kernel"):
         ring.pq2_ring_kernel.kernel = types.SimpleNamespace(fn=names["pq2_ring_kernel"])
-        ring.ring(_fragments(x), 4, weight, out, 16, 4, 1, 2, 3, 1, 1, 2, pdl=False)
+        ring.ring(_fragments(x), 4, weight, out, 16, 4, 1, 2, 3, 1, 1, 0, 2, pdl=False)
     assert not _error(out, wanted) < 0.1
