@@ -93,7 +93,7 @@ def test_vllm_loads_the_plugin_by_its_entry_point_and_it_reports(site: Path) -> 
     done = _python(site, LOAD + REPORT, PQ2_KERNELS="reference")
     found = _last(done)
     assert found["config"] == "Pq2Config"
-    assert found["report"]["choice"] == "kernel set reference, single=off, small=off, ring=off, small_gemm=off"
+    assert found["report"]["choice"] == "kernel set reference, single=off, small=off, ring=off, prefill=off, small_gemm=off"
     assert found["report"]["given"] == {"PQ2_KERNELS": "reference"}
     assert set(found["report"]["calls"]) == {
         "legacy", "single", "direct", "ring", "small_gemm", "dense", "reference",
@@ -105,7 +105,7 @@ def test_the_choice_is_logged_with_the_process(site: Path) -> None:
     pid = done.stdout.split()[-1]
     lines = [line for line in (done.stdout + done.stderr).splitlines() if "pq2: kernel set" in line]
     assert len(lines) == 1
-    assert "pq2: kernel set reference, single=off, small=off, ring=off, small_gemm=off" in lines[0]
+    assert "pq2: kernel set reference, single=off, small=off, ring=off, prefill=off, small_gemm=off" in lines[0]
     assert f"pid {pid}" in lines[0]
 
 
