@@ -78,7 +78,7 @@ def copy_activations(q_desc, xs_desc, ring, steps, tiles_m, tiles_n, split, band
         for step in range(first, gl.minimum(first + per, steps)):
             mbarrier.wait(empty.index(stage), phase)
             ready = full.index(stage)
-            mbarrier.expect(ready, SG * BLOCK_M * 132)
+            mbarrier.expect(ready, SG * (BLOCK_M * 128 + xs_ring.shape[2] * 4))
             for i in gl.static_range(SG):
                 group = step * SG + i
                 slot = stage * SG + i
@@ -149,7 +149,7 @@ def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split
                 dot = gl.zeros((ROWS, BLOCK_M), gl.int32, MMA)
                 dot = warpgroup_mma(a, q_ring.index(slot).permute((1, 0)), dot, use_acc=False, is_async=True)
                 dot = warpgroup_mma_wait(0, deps=(dot,))
-                xs = xs_ring.index(slot).reshape((BLOCK_M,)).load(gl.SliceLayout(0, MMA))
+                xs = xs_ring.index(slot).reshape((xs_ring.shape[2],)).slice(0, BLOCK_M).load(gl.SliceLayout(0, MMA))
                 if i == SG - 1:
                     mbarrier.arrive(empty.index(stage))
                 scaled = dot.to(gl.float32) * gl.broadcast(d[i].to(gl.float32)[:, None], total)[0]
@@ -174,7 +174,8 @@ def pq2_prefill_wgmma_kernel(
     tiles_n = (N + CONSUMERS * ROWS - 1) // (CONSUMERS * ROWS)
     steps = G // SG
     q_ring = gl.allocate_shared_memory(gl.int8, [STAGES * SG, BLOCK_M, 128], q_desc.layout)
-    xs_ring = gl.allocate_shared_memory(gl.float32, [STAGES * SG, 1, BLOCK_M], xs_desc.layout)
+    # Scales of 32 tokens at least: bulk copies go to multiples of 128 bytes.
+    xs_ring = gl.allocate_shared_memory(gl.float32, [STAGES * SG, 1, xs_desc.block_shape[1]], xs_desc.layout)
     codes_ring = gl.allocate_shared_memory(gl.uint8, [STAGES * SG * CONSUMERS, ROWS, 32], PLAIN)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -235,7 +236,7 @@ def prefill_wgmma(
         (programs,),
         (
             TensorDescriptor(x.q, [m, k], [k, 1], [block_m, 128], Q_LAYOUT),
-            TensorDescriptor(x.scales, [k // GROUP, padded(m)], [padded(m), 1], [1, block_m], XS_LAYOUT),
+            TensorDescriptor(x.scales, [k // GROUP, padded(m)], [padded(m), 1], [1, max(block_m, 32)], XS_LAYOUT),
             weight.codes, weight.scales, target, m, n, k // GROUP, split, band,
         ),
         {"BLOCK_M": block_m, "CONSUMERS": consumers, "STAGES": stages, "SG": sg, "REGISTERS": consumer,

@@ -46,7 +46,7 @@ TYPES = {
     "direct": "q_ptr=*i8 meta_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32",
     "ring": "q_ptr=*i8 meta_ptr=*i32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32",
     "prefill": "q_ptr=*i8 xs_ptr=*fp32 codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 M=i32 N=i32 G=i32 stride_xs=i32 band=i32",
-    "prefill_wgmma": "q_desc=i8[{BLOCK_M},128] xs_desc=fp32[1,{BLOCK_M}] codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 "
+    "prefill_wgmma": "q_desc=i8[{BLOCK_M},128] xs_desc=fp32[1,{SCALES}] codes_ptr=*u8 d_ptr=*fp16 out_ptr=*bf16 "
     "M=i32 N=i32 G=i32 split=i32 band=i32",
     "combine": "parts_ptr=*fp32 out_ptr=*bf16 size=i32",
     "quantize": "x_ptr=*bf16 signs_ptr=*i8 q_ptr=*i8 scales_ptr=*fp32 sums_ptr=*i32 stride_x=i32 K=i32",
@@ -79,7 +79,10 @@ def _kernels(arch):
     yield "small_gemm", small_gemm.pq2_small_gemm_kernel, "small_gemm", {**blocks, "STEPS": 1, "HAS_BIAS": False}, 4
     combine = {"SPLIT": 3, "BLOCK": ring.COMBINE, "PDL": pdl}
     yield "combine", ring.pq2_combine_kernel, "combine", combine, 4
-    for entry, tokens, groups in EXTRA + list(_entries(f"sm_{arch}")):
+    more = (
+        [(launches.Entry("prefill_wgmma", launches.PrefillWgmma(16, 4, 12, 1, 1, 16, 1)), 16, 40)] if arch == 90 else []
+    )
+    for entry, tokens, groups in EXTRA + more + list(_entries(f"sm_{arch}")):
         kernel, *rest = _launch(entry, tokens, groups, pdl)
         yield f"{entry.path} {tokens} {groups} {tuple(entry.launch)}", kernel, entry.path, *rest
 
@@ -164,7 +167,9 @@ def _block(kind):
 
 def _compile(arch, asm, name, kernel, key, constants, warps, registers=None):
     """Compile one kernel: what it uses, and how often each instruction occurs in its PTX."""
-    types = dict(part.split("=") for part in TYPES[key].format(**constants).split())
+    types = dict(
+        part.split("=") for part in TYPES[key].format(**constants, SCALES=max(constants.get("BLOCK_M", 0), 32)).split()
+    )
     types = {name: _block(kind) if "[" in kind else kind for name, kind in types.items()}
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     order = list(kernel.arg_names)

@@ -100,25 +100,31 @@ class Buffer:
 class Shared:
     """Shared memory, or a part of it."""
 
-    def __init__(self, array):
+    def __init__(self, array, begin=None):
         self.array = array
         self.shape = array.shape
+        self.begin = array.ctypes.data if begin is None else begin
+
+    @property
+    def offset(self):
+        """Bytes from the beginning of what was allocated."""
+        return self.array.ctypes.data - self.begin
 
     def permute(self, order):
-        return Shared(self.array.transpose(order))
+        return Shared(self.array.transpose(order), self.begin)
 
     def reshape(self, shape):
-        return Shared(self.array.reshape(shape))
+        return Shared(self.array.reshape(shape), self.begin)
 
     def index(self, at):
-        return Shared(self.array[int(at)])
+        return Shared(self.array[int(at)], self.begin)
 
-    def slice(self, start, length, dim):
+    def slice(self, start, length, dim=0):
         where = [slice(None)] * self.array.ndim
         where[dim] = slice(int(start), int(start) + int(length))
         part = self.array[tuple(where)]
         assert part.shape[dim] == length
-        return Shared(part)
+        return Shared(part, self.begin)
 
     def load(self, layout):
         return _value(self.array.copy())
@@ -132,16 +138,16 @@ class Descriptor:
     """What bulk copies know of a tensor: they fill with zeros what is beyond it."""
 
     def __init__(self, descriptor):
-        base, self.block = descriptor.base, descriptor.block_shape
+        base, self.block_shape = descriptor.base, descriptor.block_shape
         assert base.data_ptr() % 16 == 0
         assert all(stride * base.element_size() % 16 == 0 for stride in descriptor.strides[:-1])
-        assert self.block[-1] * base.element_size() % 16 == 0
+        assert self.block_shape[-1] * base.element_size() % 16 == 0
         assert list(base.shape) == list(descriptor.shape)
         self.array, self.layout = base.numpy(), None
 
     def read(self, at):
-        found = np.zeros(self.block, self.array.dtype)
-        here = tuple(slice(int(first), int(first) + size) for first, size in zip(at, self.block, strict=True))
+        found = np.zeros(self.block_shape, self.array.dtype)
+        here = tuple(slice(int(first), int(first) + size) for first, size in zip(at, self.block_shape, strict=True))
         part = self.array[here]
         found[tuple(slice(size) for size in part.shape)] = part
         return found
@@ -252,6 +258,7 @@ class Program:
     def bulk_copy(self, descriptor, at, shared, target):
         found = descriptor.read(at)
         assert target.array.shape == found.shape
+        assert target.offset % 128 == 0, "bulk copies go to multiples of 128 bytes"
         self._bring(self._barrier(shared), target, found, 0, found.nbytes)
 
     def wait(self, shared, parity):

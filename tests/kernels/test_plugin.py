@@ -93,10 +93,13 @@ def test_vllm_loads_the_plugin_by_its_entry_point_and_it_reports(site: Path) -> 
     done = _python(site, LOAD + REPORT, PQ2_KERNELS="reference")
     found = _last(done)
     assert found["config"] == "Pq2Config"
-    assert found["report"]["choice"] == "kernel set reference, single=off, small=off, ring=off, prefill=off, small_gemm=off"
+    assert (
+        found["report"]["choice"]
+        == "kernel set reference, single=off, small=off, ring=off, prefill=off, small_gemm=off"
+    )
     assert found["report"]["given"] == {"PQ2_KERNELS": "reference"}
     assert set(found["report"]["calls"]) == {
-        "legacy", "single", "direct", "ring", "small_gemm", "dense", "reference",
+        "legacy", "single", "direct", "ring", "prefill", "small_gemm", "dense", "reference",
     }  # fmt: skip
 
 

@@ -103,7 +103,7 @@ BREAKS = {
     "a stage is filled before it was given back": (
         "copy_activations", "mbarrier.wait(empty.index(stage), phase)", "", False,
     ),
-    "activations come with too few bytes": ("copy_activations", "BLOCK_M * 132", "BLOCK_M * 128", True),
+    "activations come with too few bytes": ("copy_activations", "BLOCK_M * 128", "BLOCK_M * 124", True),
     "code bytes do not arrive": ("copy_codes", "arrive_copied(full.index(stage))", "", True),
     "the ring does not wrap": ("copy_codes", "stage, phase = advance(stage, phase, STAGES)", "", True),
 }  # fmt: skip
