@@ -110,7 +110,7 @@ def _prefills(m: int) -> Iterator[Entry]:
 
 def _wgmmas(m: int, k: int) -> Iterator[Entry]:
     for block_m, consumers, per_sm in (
-        (16, 4, 1), (16, 2, 2), (16, 4, 2), (16, 2, 3), (32, 4, 1), (32, 2, 2), (32, 4, 2), (32, 1, 3),
+        (16, 4, 1), (16, 2, 2), (16, 4, 2), (16, 2, 3), (32, 4, 1), (32, 2, 2), (32, 1, 3),
         (64, 4, 1), (64, 2, 2), (64, 1, 3), (64, 3, 1), (128, 2, 1), (128, 3, 1),
     ):  # fmt: skip
         if not m / 4 <= block_m < max(2 * m, 32) and not (m > 128 and block_m >= 64):
