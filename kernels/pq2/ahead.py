@@ -25,6 +25,7 @@ from pq2.format import GROUP
 from pq2.peers import Gemlite, Humming, Peer, first_line, tell
 
 TILES = (1, 4, 16, 32, 63, 64, 128)
+"""Numbers of rows at which gemlite changes its kernels and tiles."""
 PROCESSES = 16
 """At most: each has a context on the GPU."""
 Product = tuple[int, int, int]
@@ -110,7 +111,7 @@ def _candidates_of(job: tuple[Gemlite, Product]) -> str | None:
 
 def gemlite_jobs(peers: Sequence[Gemlite], products: Sequence[Product]) -> list[tuple[Gemlite, Product]]:
     """Products that between them launch all candidates: others launch those of one that is alike."""
-    # Its kernels and tiles change at these numbers of rows; Triton tells multiples of 16 from others.
+    # Triton tells multiples of 16 from others.
     alike = {(n, k, bisect.bisect_left(TILES, m), m % 16 == 0): (n, k, m) for n, k, m in products}
     return [(peer, product) for peer in peers for product in alike.values()]
 

@@ -18,6 +18,7 @@ never ends the measurement. None of the packages is needed: they are imported wh
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -61,7 +62,7 @@ class Ready(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class Peer(abc.ABC):
     """Kernels of others.
 
     Attributes:
@@ -78,13 +79,13 @@ class Peer:
     tolerance: float
     why: str
 
+    @abc.abstractmethod
     def prepare(self, weights: Sequence[Prepared], x: torch.Tensor) -> Ready:
         """Copies of a weight in the peer's format, and the calls that multiply x, bf16 [M, K], by them.
 
         Raises:
             Exception: Whatever the peer raises: it cannot take this product.
         """
-        raise NotImplementedError
 
 
 def humming_words(weight: Prepared) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 At each launch Triton binds the arguments, finds out what each is specialised for (its dtype, an address or a number that is
 a multiple of 16, the number 1) and looks up the kernel that was compiled for that. A plan is that compiled kernel, kept
-under the same facts, which are read off the arguments in a tenth of the time.
+under the same facts.
 
-Test: tests/kernels/test_plans.py; on a GPU every test of prefill goes through plans.
+Test: tests/kernels/test_plans.py; on a GPU the tests of prefill go through plans too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def launch(
     Args:
         kernel: A function of Triton or Gluon, whose arguments come before its constants.
         grid: Programs; up to three numbers.
-        arguments: Its arguments, in order: tensors, numbers and descriptors of bulk copies.
+        arguments: Its arguments, in order: tensors, integers and descriptors of bulk copies.
         constants: Its constants, in order. Descriptors' blocks follow from them.
         device: The current device, where the tensors are.
         **options: Options of the launch, such as `num_warps`.
@@ -45,7 +45,7 @@ def launch(
         kernel, device, *constants.values(), *options.values(),
         *[
             (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, torch.Tensor)
-            # Numbers are 32 bits wide where they fit; which of them a kernel is not specialised for makes no matter here.
+            # Integers are 32 bits wide where they fit; which of them a kernel is not specialised for makes no matter here.
             else (a == 1, a % 16 == 0, a < 1 << 31) if isinstance(a, int)
             else a.base.dtype
             for a in arguments

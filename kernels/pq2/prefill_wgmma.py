@@ -3,11 +3,11 @@
 out[m, n] = sum over groups g of xs[m, g] * d[n, g] * dot_g(w[n], q[m]): dots in int32, exact; the rest in fp32.
 
 A program is a ring of stages in shared memory, SG groups of 128 along K each. One warp fills it with activations and their
-scales (TMA), one with code bytes (cp.async: TMA takes as long for a row of 32 bytes as for one of 128), and each of
-CONSUMERS warpgroups multiplies 64 rows of the weight, its operand A, with BLOCK_M tokens. Warpgroups do not wait for each
-other: while one applies scales, another has the tensor cores. A lane finds its fragment of A in the 8 code bytes that it
-read, by PRMT: four weights of -1, 0, 1 at a time, which need no sum taken back. The order `steps` of the activations is
-made for that.
+scales (TMA), one with code bytes (cp.async: by what was measured, TMA takes as long for a row of 32 bytes as for one of
+128; see NOTES.md), and each of CONSUMERS warpgroups multiplies 64 rows of the weight, its operand A, with BLOCK_M tokens.
+Warpgroups do not wait for each other: while one applies scales, another has the tensor cores. A lane finds its fragment of
+A in the 8 code bytes that it read, by PRMT: four weights of -1, 0, 1 at a time, which need no sum taken back. The order
+`steps` of the activations is made for that.
 
 Reference: `reference.matmul`; test: tests/kernels/test_prefill.py. Switch: PQ2_PREFILL.
 """
@@ -251,7 +251,7 @@ def prefill_wgmma(
 @functools.cache
 def registers(consumers: int, per_sm: int) -> tuple[int, int, int]:
     """Registers of a thread: when a program is launched; then of one that multiplies, and of one that copies."""
-    launched = 65536 // per_sm // (128 * (consumers + 1)) // 8 * 8
+    launched = min(65536 // per_sm // (128 * (consumers + 1)) // 8 * 8, 248)
     everything = launched * (consumers + 1)
     consumer = min((everything - FEWEST_REGISTERS) // consumers // 8 * 8, 240)
-    return min(launched, 248), consumer, min(everything - consumers * consumer, 240)
+    return launched, consumer, min(everything - consumers * consumer, 240)

@@ -113,7 +113,8 @@ def _wgmmas(m: int, k: int) -> Iterator[Entry]:
         (16, 4, 1), (16, 2, 2), (16, 4, 2), (16, 2, 3), (32, 4, 1), (32, 2, 2), (32, 1, 3),
         (64, 4, 1), (64, 2, 2), (64, 1, 3), (64, 3, 1), (128, 2, 1), (128, 3, 1),
     ):  # fmt: skip
-        if not m / 4 <= block_m < max(2 * m, 32) and not (m > 128 and block_m >= 64):
+        wide = m > 128 and block_m >= 64
+        if not wide and not m / 4 <= block_m < max(2 * m, 32):
             continue
         for sg in (1, 2):
             stage = sg * (block_m * 132 + consumers * 2048)

@@ -64,8 +64,8 @@ def _kernels(arch):
     """Name, kernel, its key in `TYPES`, constants, warps, and registers at most where it says so."""
     pdl = arch >= 90
     quantize = activations.pq2_quantize_kernel
-    for name, left, tokens in (("", 0, 0), (" rotated", 32, 0), (" fragments", 0, 16)):
-        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "TOKENS": tokens, "STEPS": False, "PDL": pdl}
+    for name, left, tokens in (("", 0, 0), (" rotated", 32, 0), (" fragments", 0, 16), (" steps", 0, 0)):
+        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "TOKENS": tokens, "STEPS": name == " steps", "PDL": pdl}
         yield f"quantize{name}", quantize, "quantize", constants, 4
     yield "legacy_single", legacy.pq2_legacy_single_kernel, "legacy_single", ONE_ROW, LAUNCH.num_warps
     for m in (16, 32, 64, 128):
@@ -79,10 +79,7 @@ def _kernels(arch):
     yield "small_gemm", small_gemm.pq2_small_gemm_kernel, "small_gemm", {**blocks, "STEPS": 1, "HAS_BIAS": False}, 4
     combine = {"SPLIT": 3, "BLOCK": ring.COMBINE, "PDL": pdl}
     yield "combine", ring.pq2_combine_kernel, "combine", combine, 4
-    more = (
-        [(launches.Entry("prefill_wgmma", launches.PrefillWgmma(16, 4, 12, 1, 1, 16, 1)), 16, 40)] if arch == 90 else []
-    )
-    for entry, tokens, groups in EXTRA + more + list(_entries(f"sm_{arch}")):
+    for entry, tokens, groups in [*EXTRA, *(EXTRA_90 if arch == 90 else []), *_entries(f"sm_{arch}")]:
         kernel, *rest = _launch(entry, tokens, groups, pdl)
         yield f"{entry.path} {tokens} {groups} {tuple(entry.launch)}", kernel, entry.path, *rest
 
@@ -96,6 +93,8 @@ EXTRA = [
     (launches.Entry("prefill", launches.Prefill(64, 256, 2, 4, 3, 16)), 2048, 40),
 ]
 """What both architectures compile, whatever their tables have."""
+EXTRA_90 = [(launches.Entry("prefill_wgmma", launches.PrefillWgmma(16, 4, 12, 1, 1, 16, 1)), 16, 40)]
+"""What sm_90 alone does."""
 
 
 def _entries(arch):
@@ -167,9 +166,8 @@ def _block(kind):
 
 def _compile(arch, asm, name, kernel, key, constants, warps, registers=None):
     """Compile one kernel: what it uses, and how often each instruction occurs in its PTX."""
-    types = dict(
-        part.split("=") for part in TYPES[key].format(**constants, SCALES=max(constants.get("BLOCK_M", 0), 32)).split()
-    )
+    text = TYPES[key].format(**constants, SCALES=max(constants.get("BLOCK_M", 0), 32))
+    types = dict(part.split("=") for part in text.split())
     types = {name: _block(kind) if "[" in kind else kind for name, kind in types.items()}
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     order = list(kernel.arg_names)

@@ -27,9 +27,11 @@ def _count(kernel: dict, *starts: str) -> int:
 
 PINNED = triton.__version__.startswith("3.6.")
 """Whether this is the Triton that GPU builds of vLLM bring; a later one allocates registers in other ways."""
-SPILLED = 48 if PINNED else 160
-"""Bytes of a thread's that may be kept in local memory: by `ring` where it uses all registers that it may have, and by
-`prefill_wgmma`, of what it needs between tiles."""
+SPILLED = (
+    {"ring": 32, "limited": 48, "prefill_wgmma": 32} if PINNED else {"ring": 96, "limited": 96, "prefill_wgmma": 160}
+)
+"""Bytes of a thread's that may be kept in local memory: by `ring` where it uses all 255 registers, for 16 tokens or a long
+K, and where its entry limits them; by `prefill_wgmma`, of what it needs between tiles."""
 SHARED = {86: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that a program may have."""
 BOTH = "ring 16 40 (32, 4, 2, 5, 2, 0, 1, 0, 1)"
@@ -45,12 +47,20 @@ def test_nothing_spills(arch: int) -> None:
         "small_gemm", "embedding",
     }  # fmt: skip
     for name, kernel in kernels.items():
-        full = kernel["registers"] >= 232 if name.startswith("ring") else name.startswith("prefill_wgmma")
         assert kernel["local"] == 0, name
-        assert kernel["stack"] <= (SPILLED if full else 0 if PINNED else 8), name
+        assert kernel["stack"] <= _may_spill(name, kernel), name
         assert kernel["registers"] <= 255, name
         assert kernel["registers"] * kernel["warps"] * 32 <= 65536, name
         assert kernel["dynamic"] <= SHARED[arch] or name == BOTH, name
+
+
+def _may_spill(name: str, kernel: dict) -> int:
+    family = name.split()[0]
+    if family == "ring" and "232" in name:
+        return SPILLED["limited"]
+    if family == "prefill_wgmma" or (family == "ring" and kernel["registers"] == 255):
+        return SPILLED[family]
+    return 0 if PINNED else 8
 
 
 def _of(arch: int, path: str) -> dict[str, tuple[dict, list[int], int, int]]:
@@ -152,7 +162,8 @@ def test_single_multiplies_codes_as_they_lie(arch: int) -> None:
         words = _count(kernel, "dp4a") // 4
         assert words, name
         # Four DP4A a word, four masks, three shifts: nothing looks a code up, and nothing is moved between lanes but sums.
-        assert _count(kernel, "prmt") <= (0 if PINNED else 1), name
+        # (Triton 3.9 finds an address of the sums by one PRMT.)
+        assert _count(kernel, "prmt") <= (0 if PINNED else 1) < words, name
         assert _count(kernel, "dp4a") == 4 * words, name
         assert 4 * words <= _count(kernel, "and.b32") < 5 * words + 16, name
         assert 3 * words <= _count(kernel, "shr.u32") < 4 * words, name

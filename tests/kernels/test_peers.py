@@ -78,9 +78,8 @@ def test_a_product_that_is_right_comes_with_its_error_and_its_bytes(capsys: pyte
     assert 0 < timed.rel_err < 2**-8
     assert (timed.copies, timed.nbytes, timed.against) == (2, 1000, "bf16")
     assert torch.equal(timed.call(0), reference.exact_matmul(X, WEIGHTS[0]).to(torch.bfloat16))
-    assert (
-        capsys.readouterr().out == "a peer talks\n"
-    )  # from the line above: what it says when it is checked is no result
+    # From the line above: what it says when it is checked is no result.
+    assert capsys.readouterr().out == "a peer talks\n"
 
 
 @pytest.mark.parametrize(
@@ -216,9 +215,8 @@ def test_humming_is_given_the_ternary_values() -> None:
     weight = pq2_format.random(6, 256)
     words = peers.humming_words(weight)
     assert (words.dtype, tuple(words.shape)) == (torch.int32, (6, 16))
-    shifts = 2 * torch.arange(
-        16, dtype=torch.int32
-    )  # weight j of a word at bits 2 j; an unsigned code stands for code - 2
+    # Weight j of a word is at bits 2 j; an unsigned code stands for code - 2.
+    shifts = 2 * torch.arange(16, dtype=torch.int32)
     codes = (words.unsqueeze(-1) >> shifts & 3).reshape(6, 256)
     assert torch.equal(codes.int() - 2, pq2_format.unpack_codes(weight.codes).int() - 1)
 

@@ -90,7 +90,7 @@ def test_registers_fit_a_multiprocessor() -> None:
         for per_sm in (1, 2, 3):
             launched, consumer, copier = prefill_wgmma.registers(consumers, per_sm)
             assert 128 * (consumers + 1) * launched * per_sm <= 65536
-            assert consumers * consumer + copier <= launched * (consumers + 1) or launched == 248
+            assert consumers * consumer + copier <= launched * (consumers + 1)
             assert min(launched, consumer, copier) >= 24
             assert consumer % 8 == copier % 8 == launched % 8 == 0
 
