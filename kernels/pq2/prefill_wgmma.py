@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pq2 import plans
-from pq2.compat import bulk_copy, copy_async
+from pq2.compat import bulk_copy, copy_async, mbarrier_arrive
 from pq2.errors import PathUnavailable
 from pq2.format import GROUP, Prepared
 from pq2.quantize import Steps, padded
@@ -118,6 +118,16 @@ def copy_codes(codes_ptr, ring, N, G, steps, tiles_m, tiles_n, split, band):
 
 
 @gluon.jit
+def release(barrier):
+    """Each thread says for itself that it has read a stage; the barrier counts the threads.
+
+    It has when what it read has been used, and not before: what a warp has asked of shared memory may still be queued
+    behind copies of code bytes while the stage is filled again. So a stage is released in the step after its own.
+    """
+    mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
 def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band):
     """The warpgroup that multiplies the tile's rows of the weight from 64 * which on."""
     q_ring, xs_ring, codes_ring, full, empty = ring
@@ -126,7 +136,9 @@ def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split
     CONSUMERS: gl.constexpr = codes_ring.shape[0] // q_ring.shape[0]
     BLOCK_M: gl.constexpr = q_ring.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 32])
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    # Eight lanes have 8 rows of a token: 32 bytes in fp32, which is stored as it lies; half as much is put together first.
+    WIDE: gl.constexpr = out_ptr.dtype.element_ty == gl.float32
+    OUT: gl.constexpr = MMA if WIDE else gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     per = (steps + split - 1) // split
     row = gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
     stage = 0
@@ -138,23 +150,36 @@ def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split
         first_row = (tile_n * CONSUMERS + which) * ROWS
         d_at = d_ptr + gl.minimum(first_row + row, N - 1).to(gl.int64) * G
         total = gl.zeros((ROWS, BLOCK_M), gl.float32, MMA)
+        last = stage
         for step in range(first, gl.minimum(first + per, steps)):
             d = ()
             for i in gl.static_range(SG):
                 d = d + (gl.load(d_at + (step * SG + i)),)
             mbarrier.wait(full.index(stage), phase)
+            if step > first:
+                release(empty.index(last))
+            # The products of all groups are under way before the first is scaled.
+            dots = ()
             for i in gl.static_range(SG):
                 slot = stage * SG + i
                 a = decode(codes_ring.index(slot * CONSUMERS + which).load(codes_layout()), ROWS, MMA)
                 dot = gl.zeros((ROWS, BLOCK_M), gl.int32, MMA)
-                dot = warpgroup_mma(a, q_ring.index(slot).permute((1, 0)), dot, use_acc=False, is_async=True)
-                dot = warpgroup_mma_wait(0, deps=(dot,))
-                xs = xs_ring.index(slot).reshape((xs_ring.shape[2],)).slice(0, BLOCK_M).load(gl.SliceLayout(0, MMA))
-                if i == SG - 1:
-                    mbarrier.arrive(empty.index(stage))
+                dots = dots + (warpgroup_mma(a, q_ring.index(slot).permute((1, 0)), dot, use_acc=False, is_async=True),)
+            for i in gl.static_range(SG):
+                if i < SG - 1:
+                    dots = warpgroup_mma_wait(SG - 1 - i, deps=dots)
+                    dot = dots[0]
+                    dots = dots[1:]
+                else:
+                    dot = warpgroup_mma_wait(0, deps=dots)
+                xs = xs_ring.index(stage * SG + i).reshape((xs_ring.shape[2],)).slice(0, BLOCK_M)
+                xs = xs.load(gl.SliceLayout(0, MMA))
                 scaled = dot.to(gl.float32) * gl.broadcast(d[i].to(gl.float32)[:, None], total)[0]
                 total = gl.fma(scaled, gl.broadcast(xs[None, :], total)[0], total)
+            last = stage
             stage, phase = advance(stage, phase, STAGES)
+        if first < steps:
+            release(empty.index(last))
         gdc_wait()  # the kernel before may still read what is written over here
         n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
         m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))
@@ -182,7 +207,7 @@ def pq2_prefill_wgmma_kernel(
     for stage in gl.static_range(STAGES):
         # The warp that asks for activations arrives once, each lane of the one that copies code bytes for itself.
         mbarrier.init(full.index(stage), count=33)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
+        mbarrier.init(empty.index(stage), count=128 * CONSUMERS)
     ring = (q_ring, xs_ring, codes_ring, full, empty)
     gdc_launch_dependents()
     parts = ()
@@ -211,8 +236,8 @@ def prefill_wgmma(
         out: [M, N], written.
         block_m: Tokens a tile: 16, 32, 64 or 128.
         consumers: Warpgroups of a program, 64 rows of the weight each.
-        stages: Stages of the ring: sg * (block_m * 132 + consumers * 2048) bytes each.
-        sg: Groups a stage.
+        stages: Stages of the ring, 2 at least: sg * (block_m * 132 + consumers * 2048) bytes each.
+        sg: Groups a stage, whose products are under way together.
         split: Parts of K.
         band: Token tiles that follow each other with the same rows of the weight.
         per_sm: Programs a multiprocessor.

@@ -23,6 +23,8 @@ CACHE_BYTES = 240_000_000
 MOST_COPIES = 64
 CALLS = 128
 REPLAYS = 15
+FOLLOWING = 16
+"""Calls after each other whose result is compared with that of one alone."""
 TOLERANCE = 1e-2
 """Relative error allowed to a path with bf16 results: their rounding is 2e-3."""
 REFERENCE_ROWS = 512
@@ -130,8 +132,12 @@ def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
 def relative_error(name: str, call: Callable[[], object], out: torch.Tensor, product: torch.Tensor) -> float:
     """Poison out, run a call that writes it, and compare its first columns with a float64 product.
 
+    Then many calls after each other, in a CUDA graph: each may begin before the one before has ended, which a call alone
+    never does, and a race may show only there. They must leave the same bits.
+
     Raises:
-        SystemExit: Elements were left unwritten, or it is off by more than `TOLERANCE`: nothing wrong is timed.
+        SystemExit: Elements were left unwritten, it is off by more than `TOLERANCE`, or calls that follow each other leave
+            something else: nothing wrong is timed.
     """
     out.fill_(torch.nan)
     call()
@@ -140,4 +146,13 @@ def relative_error(name: str, call: Callable[[], object], out: torch.Tensor, pro
     error = deviation(out, product)
     if not error < TOLERANCE:
         raise SystemExit(f"pq2: {name} is off by {error:.2e} against the float64 reference: not timed")
+    alone = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(FOLLOWING):
+            call()
+    for _ in range(3):
+        graph.replay()
+        if not torch.equal(out, alone):
+            raise SystemExit(f"pq2: {name} gives other results when calls follow each other: not timed")
     return error

@@ -10,9 +10,9 @@ that is written over before it was read, or read before it arrived, gives wrong 
 checked.
 
 The parts of a specialised program are threads, of which one runs at a time; at each wait and arrival another may go on,
-drawn by chance. What they ask for lands either at once or when somebody waits for it, and wgmma reads shared memory either
-when it is asked for or when it is waited for (`Timing`): one finds what is written over too early, the other what is read
-too early. A barrier that nobody can pass any more is an error that says so.
+drawn by chance. What they ask for lands either at once or when somebody waits for it; wgmma reads shared memory either when
+it is asked for or when it is waited for, and a load either then or when its value is used (`Timing`): one finds what is
+written over too early, the other what is read too early. A barrier that nobody can pass any more is an error that says so.
 """
 
 import random
@@ -48,6 +48,30 @@ class Value(np.ndarray):
 
 def _value(array):
     return np.asarray(array).view(Value)
+
+
+class Late:
+    """What a load of shared memory gives: read when it is used, since until then it may be queued."""
+
+    def __init__(self, shared):
+        self.shared, self.read = shared, None
+
+    def value(self):
+        if self.read is None:
+            self.read = _value(self.shared.array.copy())
+        return self.read
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.value(), dtype)
+
+    def __getitem__(self, where):
+        return self.value()[where]
+
+    def __getattr__(self, name):
+        return getattr(self.value(), name)
+
+    def __mul__(self, other):
+        return self.value() * other
 
 
 class Pointer:
@@ -100,8 +124,8 @@ class Buffer:
 class Shared:
     """Shared memory, or a part of it."""
 
-    def __init__(self, array, begin=None):
-        self.array = array
+    def __init__(self, array, late, begin=None):
+        self.array, self.late = array, late
         self.shape = array.shape
         self.begin = array.ctypes.data if begin is None else begin
 
@@ -110,24 +134,27 @@ class Shared:
         """Bytes from the beginning of what was allocated."""
         return self.array.ctypes.data - self.begin
 
+    def _part(self, array):
+        return Shared(array, self.late, self.begin)
+
     def permute(self, order):
-        return Shared(self.array.transpose(order), self.begin)
+        return self._part(self.array.transpose(order))
 
     def reshape(self, shape):
-        return Shared(self.array.reshape(shape), self.begin)
+        return self._part(self.array.reshape(shape))
 
     def index(self, at):
-        return Shared(self.array[int(at)], self.begin)
+        return self._part(self.array[int(at)])
 
     def slice(self, start, length, dim=0):
         where = [slice(None)] * self.array.ndim
         where[dim] = slice(int(start), int(start) + int(length))
         part = self.array[tuple(where)]
         assert part.shape[dim] == length
-        return Shared(part, self.begin)
+        return self._part(part)
 
     def load(self, layout):
-        return _value(self.array.copy())
+        return Late(self) if self.late else _value(self.array.copy())
 
     def store(self, value):
         assert value.shape == self.array.shape
@@ -242,9 +269,10 @@ class Program:
         barrier.left -= 1
         barrier.turn()
 
-    def arrive(self, shared):
+    def release(self, shared):
+        """The threads of a warpgroup arrive."""
         barrier = self._barrier(shared)
-        barrier.left -= 1
+        barrier.left -= 128
         barrier.turn()
         self.switch()
 
@@ -272,6 +300,12 @@ class Program:
             return product
         found = product()
         return lambda: found
+
+    def wait_products(self, outstanding, deps):
+        """Products in the order in which they were asked for: all but the last `outstanding` are there."""
+        there = len(deps) - outstanding
+        found = tuple(product() if i < there else product for i, product in enumerate(deps))
+        return found if len(found) > 1 else found[0]
 
     # Parts: one runs at a time, until it waits or arrives.
 
@@ -348,9 +382,8 @@ def _gl(program):
         pointer.buffer.write(at, np.broadcast_to(value, at.shape), mask)
 
     def allocate_shared_memory(dtype, shape, layout):
-        return Shared(
-            np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xA5, np.uint8).view(dtype).reshape(shape)
-        )
+        nothing = np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 0xA5, np.uint8)
+        return Shared(nothing.view(dtype).reshape(shape), program.timing.late)
 
     def split(x):
         assert x.shape[-1] == 2
@@ -436,11 +469,10 @@ def _python(function, program, done):
     replaced = {
         "gl": _gl(program), "mma_v2": _mma, "copy_async": program.copy_async, "commit_group": program.commit_group,
         "wait_group": program.wait_group, "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
-        "arrive_copied": program.arrive_copied, "warpgroup_mma": program.multiply,
-        "warpgroup_mma_wait": lambda outstanding, deps: deps[0](),
-        "bulk_copy": program.bulk_copy,
+        "arrive_copied": program.arrive_copied, "release": program.release, "warpgroup_mma": program.multiply,
+        "warpgroup_mma_wait": program.wait_products, "bulk_copy": program.bulk_copy,
         "mbarrier": types.SimpleNamespace(
-            init=program.init, expect=program.expect, arrive=program.arrive, wait=program.wait, MBarrierLayout=_layout
+            init=program.init, expect=program.expect, wait=program.wait, MBarrierLayout=_layout
         ),
     }  # fmt: skip
     found = {}

@@ -121,6 +121,26 @@ def test_every_entry_of_the_table_is_right(rows: int, name: str, entry: launches
         assert _error(out, reference.matmul(x, weight)) < BOUND[torch.float32]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize(("rows", "name", "entry"), _entries() if GPU else [], ids=str)
+def test_calls_that_follow_each_other_give_what_they_give_alone(rows: int, name: str, entry: launches.Entry) -> None:
+    """Queued behind a long kernel, each call begins before the one before has ended; alone it never does."""
+    n, k = (3000, 5120) if name == "default" else map(int, name.split("x"))
+    n = min(n, 20000)
+    weight = pq2_format.random(n, k, DEVICE, seed=rows)
+    for m in {rows, max(entry.kind.rows[0], rows - 3)}:
+        xs = [torch.randn(m, k, device=DEVICE) * 3**i for i in range(4)]
+        outs = torch.full((2, 12, m, n), torch.nan, device=DEVICE)
+        for number, out in enumerate(outs[0]):
+            dispatch.run(entry, xs[number % 4], weight, out)
+            torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        for number, out in enumerate(outs[1]):
+            dispatch.run(entry, xs[number % 4], weight, out)
+        assert torch.equal(outs[1], outs[0])
+
+
 @pytest.mark.parametrize("order", ["planes", "fragments", "steps"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [128, 1152, 2048])
