@@ -150,14 +150,13 @@ def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split
         first_row = (tile_n * CONSUMERS + which) * ROWS
         d_at = d_ptr + gl.minimum(first_row + row, N - 1).to(gl.int64) * G
         total = gl.zeros((ROWS, BLOCK_M), gl.float32, MMA)
-        last = stage
         for step in range(first, gl.minimum(first + per, steps)):
             d = ()
             for i in gl.static_range(SG):
                 d = d + (gl.load(d_at + (step * SG + i)),)
             mbarrier.wait(full.index(stage), phase)
             if step > first:
-                release(empty.index(last))
+                release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
             # The products of all groups are under way before the first is scaled.
             dots = ()
             for i in gl.static_range(SG):
@@ -176,10 +175,9 @@ def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split
                 xs = xs.load(gl.SliceLayout(0, MMA))
                 scaled = dot.to(gl.float32) * gl.broadcast(d[i].to(gl.float32)[:, None], total)[0]
                 total = gl.fma(scaled, gl.broadcast(xs[None, :], total)[0], total)
-            last = stage
             stage, phase = advance(stage, phase, STAGES)
         if first < steps:
-            release(empty.index(last))
+            release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
         gdc_wait()  # the kernel before may still read what is written over here
         n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
         m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))

@@ -131,6 +131,16 @@ def _wgmmas(m: int, k: int) -> Iterator[Entry]:
                     yield Entry("prefill_wgmma", PrefillWgmma(block_m, consumers, stages, sg, split, 16, per_sm))
 
 
+def _kernel(entry: Entry, m: int, k: int) -> tuple[object, ...]:
+    """What an entry compiles for m rows and a K: prefill's kernels do not depend on them, nor on how many parts K has."""
+    launch = entry.launch
+    if isinstance(launch, PrefillWgmma):
+        return (entry.path, launch._replace(split=min(launch.split, 2)))
+    if isinstance(launch, Prefill):
+        return (entry.path, launch)
+    return (entry, m, k)
+
+
 def _compile(job: tuple[Entry, int, int]) -> str | None:
     """In a process of its own: run an entry once, which leaves its kernel in the cache. What went wrong, or None."""
     entry, m, k = job
@@ -212,16 +222,21 @@ def main() -> int:
         for key in arguments.rows
         for n, k in arguments.weights or _weights(key)
     }
-    jobs = {(entry, min(key, MANY), k): None for (key, _, k), entries in wanted.items() for entry in entries}
+    jobs = {
+        _kernel(entry, min(key, MANY), k): (entry, min(key, MANY), k)
+        for (key, _, k), entries in wanted.items()
+        for entry in entries
+    }
     workers = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        failed = {job: error for job, error in zip(jobs, pool.map(_compile, jobs, chunksize=2), strict=True) if error}
+        results = zip(jobs, pool.map(_compile, jobs.values()), strict=True)
+        failed = {kernel: error for kernel, error in results if error}
     print(f"{len(jobs)} kernels, {len(failed)} of them do not run here", flush=True)
     for error in list(failed.values())[:5]:
         print(f"  {error}")
     for (key, n, k), entries in wanted.items():
         m = min(key, MANY)
-        chosen, times = best(n, k, m, [entry for entry in entries if (entry, m, k) not in failed])
+        chosen, times = best(n, k, m, [entry for entry in entries if _kernel(entry, m, k) not in failed])
         tuned.setdefault(key, {"default": [chosen]})[f"{n}x{k}"] = [chosen]
         ranking = sorted(times, key=times.__getitem__)
         told = ", ".join(f"{entry.path}{tuple(entry.launch)} {times[entry] * 1e6:.2f}" for entry in ranking[:3])
