@@ -34,6 +34,13 @@ def sylvester(size: tl.constexpr):
 
 
 @triton.jit
+def joined(q, GROUPS: tl.constexpr, BYTES: tl.constexpr):
+    """int8 values [GROUPS, 128] in int32 -> of each 8, those 8 / BYTES apart as the bytes of a word: [GROUPS, 16, 8 / BYTES]."""
+    parts = tl.reshape(q & 255, (GROUPS, 16, BYTES, 8 // BYTES))
+    return tl.sum(parts << (tl.arange(0, BYTES) * 8)[None, None, :, None], axis=2)
+
+
+@triton.jit
 def pq2_quantize_kernel(
     x_ptr, signs_ptr, q_ptr, scales_ptr, sums_ptr, stride_x, K,
     GROUPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
@@ -72,24 +79,30 @@ def pq2_quantize_kernel(
     q = tl.where(q == q, tl.minimum(tl.maximum(q, -127.0), 127.0), 0.0).to(tl.int32)
     group = first + tl.arange(0, GROUPS)
     inside = group < count
-    j = tl.arange(0, 128)
+    # Bytes that belong next to each other are put together where they are, in the thread that loaded 8 values in a row:
+    # lane and place of the 8.
+    lane = tl.arange(0, 16)[None, :, None]
+    if STEPS:
+        tl.store(scales_ptr + group.to(tl.int64) * ((tl.num_programs(0) + 3) // 4 * 4) + m, scale, mask=inside)
+        word = joined(q, GROUPS, 4)
+        last = tl.arange(0, 2)[None, None, :]
+        place = last * 16 + lane % 2 * 8 + lane // 2 % 2 * 4 + lane // 8 * 2 + lane // 4 % 2
+        at = (m * K) // 4 + group[:, None, None] * 32 + place
+        tl.store(q_ptr.to(tl.pointer_type(tl.int32)) + at, word, mask=inside[:, None, None])
+        return
+    half = joined(q, GROUPS, 2).to(tl.int16)
+    last = tl.arange(0, 4)[None, None, :]
     if TOKENS:
         meta = (group * TOKENS + m) * 2
         tl.store(scales_ptr + meta, scale.to(tl.int32, bitcast=True), mask=inside)
         tl.store(scales_ptr + meta + 1, START_BITS - tl.sum(q, axis=1), mask=inside)
-        byte = j // 4
-        place = (j % 4) // 2 * (TOKENS * 64) + byte // 8 * 16 + j % 2 * 8 + byte % 8
-        at = group[:, None] * (TOKENS * 128) + m * 64 + place[None, :]
-    elif STEPS:
-        tl.store(scales_ptr + group.to(tl.int64) * ((tl.num_programs(0) + 3) // 4 * 4) + m, scale, mask=inside)
-        byte = j // 4
-        place = (j % 2) * 64 + (byte // 2 % 2) * 32 + (byte // 4 % 2) * 16 + byte // 8 * 4 + byte % 2 * 2 + j % 4 // 2
-        at = m * K + group[:, None] * 128 + place[None, :]
+        place = last // 2 * (TOKENS * 32) + lane // 4 * 8 + last % 2 * 4 + lane % 4
+        at = group[:, None, None] * (TOKENS * 64) + m * 32 + place
     else:
         tl.store(scales_ptr + m * count + group, scale, mask=inside)
         tl.store(sums_ptr + m * count + group, tl.sum(q, axis=1), mask=inside)
-        at = m * K + group[:, None] * 128 + ((j % 4) * 32 + j // 4)[None, :]
-    tl.store(q_ptr + at, q.to(tl.int8), mask=inside[:, None])
+        at = (m * K) // 2 + group[:, None, None] * 64 + last * 16 + lane
+    tl.store(q_ptr.to(tl.pointer_type(tl.int16)) + at, half, mask=inside[:, None, None])
 
 
 def quantize_rows(

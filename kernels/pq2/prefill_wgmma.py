@@ -20,7 +20,9 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -36,6 +38,12 @@ ROWS = gl.constexpr(64)
 """Rows of the weight a warpgroup: those of a wgmma."""
 Q_LAYOUT = gl.NVMMASharedLayout(128, 8, 2)
 XS_LAYOUT = gl.NVMMASharedLayout(0, 32, 2)
+BEGIN = gl.constexpr(float(2**17))
+"""Where every dot product begins: 32 products of 64 and 64. It is more than a group's largest, so none is negative."""
+DENORMAL = gl.constexpr(2.0**-149)
+"""What the integer 1 is when its bits are read as fp32."""
+SCALE = gl.constexpr(2.0**110)
+"""What brings scaled dots back among the normal numbers."""
 FEWEST_REGISTERS = 24
 """The fewest registers of a thread that a warpgroup can keep: those that copy give the others up."""
 
@@ -128,7 +136,16 @@ def release(barrier):
 
 
 @gluon.jit
-def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band):
+def load_scales(d_at, step, SG: gl.constexpr):
+    """The weight's scales of a step's groups."""
+    found = ()
+    for i in gl.static_range(SG):
+        found = found + (gl.load(d_at + (step * SG + i)),)
+    return found
+
+
+@gluon.jit
+def consume(which, begin, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band):
     """The warpgroup that multiplies the tile's rows of the weight from 64 * which on."""
     q_ring, xs_ring, codes_ring, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
@@ -150,10 +167,9 @@ def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split
         first_row = (tile_n * CONSUMERS + which) * ROWS
         d_at = d_ptr + gl.minimum(first_row + row, N - 1).to(gl.int64) * G
         total = gl.zeros((ROWS, BLOCK_M), gl.float32, MMA)
+        d = load_scales(d_at, gl.minimum(first, steps - 1), SG)
         for step in range(first, gl.minimum(first + per, steps)):
-            d = ()
-            for i in gl.static_range(SG):
-                d = d + (gl.load(d_at + (step * SG + i)),)
+            coming = load_scales(d_at, gl.minimum(step + 1, steps - 1), SG)
             mbarrier.wait(full.index(stage), phase)
             if step > first:
                 release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
@@ -161,9 +177,13 @@ def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split
             dots = ()
             for i in gl.static_range(SG):
                 slot = stage * SG + i
-                a = decode(codes_ring.index(slot * CONSUMERS + which).load(codes_layout()), ROWS, MMA)
                 dot = gl.zeros((ROWS, BLOCK_M), gl.int32, MMA)
-                dots = dots + (warpgroup_mma(a, q_ring.index(slot).permute((1, 0)), dot, use_acc=False, is_async=True),)
+                same = begin.index(i)  # of its own: two that are alike would be made one, and copied
+                dot = warpgroup_mma(
+                    same.slice(0, ROWS), same.slice(0, BLOCK_M).permute((1, 0)), dot, use_acc=False, is_async=True
+                )
+                a = decode(codes_ring.index(slot * CONSUMERS + which).load(codes_layout()), ROWS, MMA)
+                dots = dots + (warpgroup_mma(a, q_ring.index(slot).permute((1, 0)), dot, is_async=True),)
             for i in gl.static_range(SG):
                 if i < SG - 1:
                     dots = warpgroup_mma_wait(SG - 1 - i, deps=dots)
@@ -173,11 +193,14 @@ def consume(which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split
                     dot = warpgroup_mma_wait(0, deps=dots)
                 xs = xs_ring.index(stage * SG + i).reshape((xs_ring.shape[2],)).slice(0, BLOCK_M)
                 xs = xs.load(gl.SliceLayout(0, MMA))
-                scaled = dot.to(gl.float32) * gl.broadcast(d[i].to(gl.float32)[:, None], total)[0]
+                scale = gl.broadcast(d[i].to(gl.float32)[:, None], total)[0]
+                scaled = gl.fma(dot.to(gl.float32, bitcast=True), scale * SCALE, scale * -(BEGIN * SCALE * DENORMAL))
                 total = gl.fma(scaled, gl.broadcast(xs[None, :], total)[0], total)
+            d = coming
             stage, phase = advance(stage, phase, STAGES)
         if first < steps:
             release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))
+        total *= 1 / (SCALE * DENORMAL)
         gdc_wait()  # the kernel before may still read what is written over here
         n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
         m = tile_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))
@@ -206,13 +229,20 @@ def pq2_prefill_wgmma_kernel(
         # The warp that asks for activations arrives once, each lane of the one that copies code bytes for itself.
         mbarrier.init(full.index(stage), count=33)
         mbarrier.init(empty.index(stage), count=128 * CONSUMERS)
+    FILL: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])
+    begin = gl.allocate_shared_memory(
+        gl.int8, [SG, 128, 32], gl.NVMMASharedLayout(32, 8, 2)
+    )
+    for i in gl.static_range(SG):
+        begin.index(i).store(gl.full((128, 32), 64, gl.int8, FILL))
+    fence_async_shared()
     ring = (q_ring, xs_ring, codes_ring, full, empty)
     gdc_launch_dependents()
     parts = ()
     for which in gl.static_range(CONSUMERS):
         parts = parts + (which,)
     gl.warp_specialize(
-        [(consume, (which, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band)) for which in parts]
+        [(consume, (which, begin, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band)) for which in parts]
         + [
             (copy_activations, (q_desc, xs_desc, ring, steps, tiles_m, tiles_n, split, band)),
             (copy_codes, (codes_ptr, ring, N, G, steps, tiles_m, tiles_n, split, band)),

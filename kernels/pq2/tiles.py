@@ -39,12 +39,14 @@ def planes(codes):
 
 
 DECODE = gl.constexpr(
-    "{ .reg .b32 low, high, table; mov.b32 table, 0x000100FF; "
-    "and.b32 low, $4, 0x33333333; prmt.b32 $0, table, 0, low; shr.u32 low, low, 16; prmt.b32 $1, table, 0, low; "
-    "shr.u32 high, $4, 2; and.b32 high, high, 0x33333333; prmt.b32 $2, table, 0, high; "
-    "shr.u32 high, high, 16; prmt.b32 $3, table, 0, high; }"
+    "{ .reg .b32 low, high; "
+    "lop3.b32 low, $4, 0x33333333, 0x44444444, 0xEA; prmt.b32 $0, 0, 0x000100FF, low; "
+    "shr.u32 low, low, 16; prmt.b32 $1, 0, 0x000100FF, low; "
+    "shr.u32 high, $4, 2; lop3.b32 high, high, 0x33333333, 0x44444444, 0xEA; prmt.b32 $2, 0, 0x000100FF, high; "
+    "shr.u32 high, high, 16; prmt.b32 $3, 0, 0x000100FF, high; }"
 )
-"""A word of 16 codes -> four words of weights, by the step they belong to; byte c of the table is the weight of code c."""
+"""A word of 16 codes -> four words of weights, by the step they belong to. PRMT looks a code up in its second operand, where
+byte 4 + c is the weight of code c: a constant there needs no register."""
 
 
 @gluon.jit

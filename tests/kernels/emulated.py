@@ -15,6 +15,8 @@ it is asked for or when it is waited for, and a load either then or when its val
 written over too early, the other what is read too early. A barrier that nobody can pass any more is an error that says so.
 """
 
+import functools
+import operator
 import random
 import re
 import threading
@@ -294,7 +296,9 @@ class Program:
 
     def multiply(self, a, shared, acc, use_acc=True, is_async=False):
         def product():
-            return _mma(a, shared.array, acc if use_acc else np.zeros_like(acc))
+            left = a.array if isinstance(a, Shared) else a
+            begin = acc() if callable(acc) else acc  # a product that is under way itself
+            return _mma(left, shared.array, begin if use_acc else np.zeros_like(begin))
 
         if self.timing.late:
             return product
@@ -416,7 +420,7 @@ def _gl(program):
         split=split, load=load, store=store, allocate_shared_memory=allocate_shared_memory, constexpr=object,
         **dict.fromkeys(
             ("SliceLayout", "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "SwizzledSharedLayout",
-             "NVMMADistributedLayout"), _layout
+             "NVMMADistributedLayout", "NVMMASharedLayout"), _layout
         ),
         **DTYPES,
     )  # fmt: skip
@@ -440,8 +444,16 @@ def _run_asm(asm, tensor, results):
             ) << np.uint32(8 * byte)
         return chosen
 
+    def lop3(a, b, c, table):
+        found = np.zeros_like(a)
+        for number in range(8):
+            if table >> np.uint32(number) & np.uint32(1):
+                inputs = zip((a, b, c), (number & 4, number & 2, number & 1), strict=True)
+                found |= functools.reduce(operator.and_, [x if wanted else ~x for x, wanted in inputs])
+        return found
+
     operations = {
-        "mov.b32": lambda a: a, "and.b32": lambda a, b: a & b, "shr.u32": lambda a, b: a >> b, "prmt.b32": prmt,
+        "and.b32": lambda a, b: a & b, "shr.u32": lambda a, b: a >> b, "prmt.b32": prmt, "lop3.b32": lop3,
     }  # fmt: skip
     for line in filter(None, (part.strip() for part in re.sub(r"[{}]", "", asm).split(";"))):
         if not line.startswith(".reg"):
@@ -469,6 +481,7 @@ def _python(function, program, done):
     replaced = {
         "gl": _gl(program), "mma_v2": _mma, "copy_async": program.copy_async, "commit_group": program.commit_group,
         "wait_group": program.wait_group, "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
+        "fence_async_shared": lambda: None,
         "arrive_copied": program.arrive_copied, "release": program.release, "warpgroup_mma": program.multiply,
         "warpgroup_mma_wait": program.wait_products, "bulk_copy": program.bulk_copy,
         "mbarrier": types.SimpleNamespace(

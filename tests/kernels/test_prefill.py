@@ -97,7 +97,7 @@ def test_registers_fit_a_multiprocessor() -> None:
 
 BREAKS = {
     "a stage is given back before its products are there": (
-        "consume", {"if step > first:": "if True:", "release(empty.index(gl.where(stage == 0, STAGES, stage) - 1))": "release(empty.index(stage))",
+        "consume", {"if step > first:": "if True:", "gl.where(stage == 0, STAGES, stage) - 1": "stage",
                     "if first < steps:": "if False:"}, False,
     ),
     "a stage is given back before the scales that were asked for are used": (
