@@ -35,7 +35,7 @@ def sylvester(size: tl.constexpr):
 
 @triton.jit
 def joined(q, GROUPS: tl.constexpr, BYTES: tl.constexpr):
-    """int8 values [GROUPS, 128] in int32 -> of each 8, those 8 / BYTES apart as the bytes of a word: [GROUPS, 16, 8 / BYTES]."""
+    """int8 values [GROUPS, 128] in int32 -> of each 8, those 8 / BYTES apart as a word: [GROUPS, 16, 8 / BYTES]."""
     parts = tl.reshape(q & 255, (GROUPS, 16, BYTES, 8 // BYTES))
     return tl.sum(parts << (tl.arange(0, BYTES) * 8)[None, None, :, None], axis=2)
 
@@ -83,7 +83,8 @@ def pq2_quantize_kernel(
     # lane and place of the 8.
     lane = tl.arange(0, 16)[None, :, None]
     if STEPS:
-        tl.store(scales_ptr + group.to(tl.int64) * ((tl.num_programs(0) + 3) // 4 * 4) + m, scale, mask=inside)
+        place = m // 16 * 16 + m % 8 // 2 * 4 + m % 16 // 8 * 2 + m % 2
+        tl.store(scales_ptr + group.to(tl.int64) * ((tl.num_programs(0) + 15) // 16 * 16) + place, scale, mask=inside)
         word = joined(q, GROUPS, 4)
         last = tl.arange(0, 2)[None, None, :]
         place = last * 16 + lane % 2 * 8 + lane // 2 % 2 * 4 + lane // 8 * 2 + lane // 4 % 2

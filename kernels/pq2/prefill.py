@@ -62,7 +62,8 @@ def pq2_prefill_kernel(
     # Rows beyond either matrix read its last one again; what comes of them is not stored.
     q_row = gl.minimum(first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY_Q)), M - 1)
     q_at = q_ptr + q_row.to(gl.int64)[:, None] * (G * 128) + gl.arange(0, 128, gl.SliceLayout(0, COPY_Q))[None, :]
-    xs_at = xs_ptr + gl.minimum(first_m + gl.arange(0, BLOCK_M, COPY_XS), M - 1)
+    token = gl.minimum(first_m + gl.arange(0, BLOCK_M, COPY_XS), M - 1)
+    xs_at = xs_ptr + (token // 16 * 16 + token % 8 // 2 * 4 + token % 16 // 8 * 2 + token % 2)
     code_row = gl.minimum(first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY_CODES)), N - 1)
     byte = gl.arange(0, 32, gl.SliceLayout(0, COPY_CODES))
     codes_at = codes_ptr + code_row.to(gl.int64)[:, None] * (G * 32) + byte[None, :]

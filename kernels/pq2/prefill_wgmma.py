@@ -21,7 +21,10 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -32,7 +35,7 @@ from pq2.errors import PathUnavailable
 from pq2.format import GROUP, Prepared
 from pq2.quantize import Steps, padded
 from pq2.ring import combine
-from pq2.tiles import arrive_copied, decode, place
+from pq2.tiles import arrive_copied, bases, decode, place
 
 ROWS = gl.constexpr(64)
 """Rows of the weight a warpgroup: those of a wgmma."""
@@ -54,6 +57,13 @@ def codes_layout():
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, 32])
+
+
+@gluon.constexpr_function
+def xs_layout(BLOCK_M):
+    """Scales [BLOCK_M] as they lie: a lane has four in a row of each 16, those of its columns of an accumulator."""
+    registers = [[1], [2], *bases(BLOCK_M // 16, [16])]
+    return gl.DistributedLinearLayout(registers, [[4], [8], [0], [0], [0]], [[0], [0]], [], [BLOCK_M])
 
 
 @gluon.constexpr_function
@@ -191,8 +201,10 @@ def consume(which, begin, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n
                     dots = dots[1:]
                 else:
                     dot = warpgroup_mma_wait(0, deps=dots)
-                xs = xs_ring.index(stage * SG + i).reshape((xs_ring.shape[2],)).slice(0, BLOCK_M)
-                xs = xs.load(gl.SliceLayout(0, MMA))
+                stored = xs_ring.index(stage * SG + i).reshape((xs_ring.shape[2],)).slice(0, BLOCK_M)
+                stored = stored.load(xs_layout(BLOCK_M))
+                xs = gl.permute(gl.reshape(stored, (BLOCK_M // 16, 4, 2, 2)), (0, 2, 1, 3))
+                xs = gl.convert_layout(gl.reshape(xs, (BLOCK_M,)), gl.SliceLayout(0, MMA), assert_trivial=True)
                 scale = gl.broadcast(d[i].to(gl.float32)[:, None], total)[0]
                 scaled = gl.fma(dot.to(gl.float32, bitcast=True), scale * SCALE, scale * -(BEGIN * SCALE * DENORMAL))
                 total = gl.fma(scaled, gl.broadcast(xs[None, :], total)[0], total)
@@ -230,9 +242,7 @@ def pq2_prefill_wgmma_kernel(
         mbarrier.init(full.index(stage), count=33)
         mbarrier.init(empty.index(stage), count=128 * CONSUMERS)
     FILL: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [4, 1], [1, 0])
-    begin = gl.allocate_shared_memory(
-        gl.int8, [SG, 128, 32], gl.NVMMASharedLayout(32, 8, 2)
-    )
+    begin = gl.allocate_shared_memory(gl.int8, [SG, 128, 32], gl.NVMMASharedLayout(32, 8, 2))
     for i in gl.static_range(SG):
         begin.index(i).store(gl.full((128, 32), 64, gl.int8, FILL))
     fence_async_shared()
@@ -242,7 +252,10 @@ def pq2_prefill_wgmma_kernel(
     for which in gl.static_range(CONSUMERS):
         parts = parts + (which,)
     gl.warp_specialize(
-        [(consume, (which, begin, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band)) for which in parts]
+        [
+            (consume, (which, begin, d_ptr, out_ptr, ring, M, N, G, steps, tiles_m, tiles_n, split, band))
+            for which in parts
+        ]
         + [
             (copy_activations, (q_desc, xs_desc, ring, steps, tiles_m, tiles_n, split, band)),
             (copy_codes, (codes_ptr, ring, N, G, steps, tiles_m, tiles_n, split, band)),

@@ -67,8 +67,8 @@ class Steps(NamedTuple):
 
     Attributes:
         q: int8 [M, K], order `steps`.
-        scales: fp32 [K / 128, M rounded up to a multiple of 4]: those of a group side by side, and groups at multiples of
-            16 bytes, as bulk copies want them. Those beyond M are never used.
+        scales: fp32 [K / 128, M rounded up to a multiple of 16]: those of a group side by side, token 8 a + 2 b + c of 16
+            at 4 b + 2 a + c, so that a lane of wgmma has its four in a row. Those beyond M are never used.
     """
 
     q: torch.Tensor
@@ -77,14 +77,20 @@ class Steps(NamedTuple):
 
 def padded(m: int) -> int:
     """Scales of a group in `Steps`."""
-    return (m + 3) // 4 * 4
+    return (m + 15) // 16 * 16
+
+
+def scale_places(m: int) -> torch.Tensor:
+    """Where the scales of m tokens are in a group's: int64 [m]."""
+    token = torch.arange(m)
+    return token // 16 * 16 + token % 8 // 2 * 4 + token % 16 // 8 * 2 + token % 2
 
 
 def steps(quantized: Quantized) -> Steps:
     """Lay out what `quantize` gave in the order `steps`: plain PyTorch, for tests; scales beyond M are NaN."""
     m, count = quantized.scales.shape
     scales = quantized.scales.new_full((count, padded(m)), torch.nan)
-    scales[:, :m] = quantized.scales.T
+    scales[:, scale_places(m)] = quantized.scales.T
     return Steps(quantized.q, scales)
 
 

@@ -45,8 +45,8 @@ DECODE = gl.constexpr(
     "shr.u32 high, $4, 2; lop3.b32 high, high, 0x33333333, 0x44444444, 0xEA; prmt.b32 $2, 0, 0x000100FF, high; "
     "shr.u32 high, high, 16; prmt.b32 $3, 0, 0x000100FF, high; }"
 )
-"""A word of 16 codes -> four words of weights, by the step they belong to. PRMT looks a code up in its second operand, where
-byte 4 + c is the weight of code c: a constant there needs no register."""
+"""A word of 16 codes -> four words of weights, by the step they belong to. PRMT looks code c up at byte 4 + c, which is in
+its second operand: a constant there needs no register."""
 
 
 @gluon.jit

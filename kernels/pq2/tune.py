@@ -36,24 +36,24 @@ ROWS = (1, 8, 16, 32, 64, 128, 256, 512, launches.ANY)
 MANY = 2048
 """Rows that `any` is tuned with."""
 FEW = 16
-"""Rows up to here are decoding; from here on, 16 included, the kernels of prefill are tried."""
+"""Rows up to here are decoding; more are what the kernels of prefill are for."""
 SHARED = 227 * 1024
 """Bytes of shared memory on a multiprocessor."""
 AGAIN = 2
 """How many of the best are timed again."""
 
 
-def candidates(arch: str, m: int, k: int, default: list[Entry]) -> list[Entry]:
-    """Entries to try for m rows and a K; the default of the table among them."""
+def candidates(arch: str, m: int, n: int, k: int, default: list[Entry], multiprocessors: int) -> list[Entry]:
+    """Entries to try for m rows times a weight [n, k] on a GPU; the default of the table among them."""
     found = list(default)
     if m == 1:
         found += _singles()
     if k % 1024 == 0 and m <= FEW:
         found += _single_rings(k) if m == 1 else _rings(8 if m <= 8 else 16, k)
-    if m >= FEW:
+    if m > FEW:
         found += _prefills(m)
         if arch == "sm_90" and k % 256 == 0:
-            found += _wgmmas(m, k)
+            found += _wgmmas(m, n, k, multiprocessors)
     return list(dict.fromkeys(found))
 
 
@@ -108,27 +108,25 @@ def _prefills(m: int) -> Iterator[Entry]:
             yield Entry("prefill", Prefill(block_m, block_n, warps_m, warps_n, 3, 16))
 
 
-def _wgmmas(m: int, k: int) -> Iterator[Entry]:
+def _wgmmas(m: int, n: int, k: int, multiprocessors: int) -> Iterator[Entry]:
     for block_m, consumers, per_sm in (
-        (16, 4, 1), (16, 2, 2), (16, 4, 2), (16, 2, 3), (32, 4, 1), (32, 2, 2), (32, 3, 2), (32, 1, 3),
-        (64, 4, 1), (64, 2, 2), (64, 1, 3), (64, 3, 1), (128, 2, 1), (128, 3, 1),
+        (32, 4, 1), (32, 2, 2), (32, 3, 2), (32, 1, 3), (32, 1, 4), (64, 4, 1), (64, 2, 2), (64, 1, 3), (64, 3, 1),
+        (128, 2, 1), (128, 3, 1),
     ):  # fmt: skip
         wide = m > 128 and block_m >= 64
         if not wide and not m / 4 <= block_m < max(2 * m, 32):
             continue
         _, registers, _ = prefill_wgmma.registers(consumers, per_sm)
-        for sg in (1, 2, 4):
-            if (
-                k % (128 * sg) or (1 + sg) * block_m // 2 + 16 * sg + 16 > registers
-            ):  # dots and sums, weights, addresses
-                continue
-            stage = sg * (block_m * 132 + consumers * 2048)
-            store = consumers * block_m * 128
-            stages = min(16, (SHARED // per_sm - store - 2048) // stage)
-            for split in (1, 2, 3, 4, 6) if m <= 256 else (1,):
-                # A part is longer than the ring, or its programs only wait.
-                if stages >= 2 and k // 128 // split >= 6:
-                    yield Entry("prefill_wgmma", PrefillWgmma(block_m, consumers, stages, sg, split, 16, per_sm))
+        # Two groups a stage where dots and sums, weights and addresses fit: always faster than one.
+        sg = 2 if 3 * block_m // 2 + 48 <= registers else 1
+        stage = sg * (block_m * 132 + consumers * 2048)
+        stages = min(16, (SHARED // per_sm - consumers * block_m * 128 - 4096 * sg - 2048) // stage)
+        tiles = -(-m // block_m) * -(-n // (64 * consumers))
+        for split in (1, 2, 3, 4, 6) if m <= 256 else (1,):
+            # Parts are as many as programs fit at once, about; and longer than the ring, or its programs only wait.
+            crowded = split > 1 and tiles * split > 2 * per_sm * multiprocessors
+            if stages >= 2 and not crowded and (split == 1 or k // 128 // split >= 6):
+                yield Entry("prefill_wgmma", PrefillWgmma(block_m, consumers, stages, sg, split, 16, per_sm))
 
 
 def _kernel(entry: Entry, m: int, k: int) -> tuple[object, ...]:
@@ -215,10 +213,11 @@ def main() -> int:
         print("pq2.tune: needs a CUDA device: nothing is measured on a CPU", file=sys.stderr)
         return 2
     arch = dispatch.arch_of(torch.device("cuda", 0))
+    multiprocessors = dispatch.multiprocessors(torch.device("cuda", 0))
     _, table = launches.table(arch)
     tuned = table["tuned"]
     wanted = {
-        (key, n, k): candidates(arch, min(key, MANY), k, _default(tuned, key))
+        (key, n, k): candidates(arch, min(key, MANY), n, k, _default(tuned, key), multiprocessors)
         for key in arguments.rows
         for n, k in arguments.weights or _weights(key)
     }

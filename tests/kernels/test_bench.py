@@ -101,8 +101,8 @@ def test_a_table_is_read_as_it_was_written() -> None:
     ("m", "k"), [(1, 5120), (1, 640), (8, 6144), (16, 17408), (32, 5120), (64, 640), (512, 17408), (2048, 6144)]
 )
 def test_candidates_are_entries_that_take_the_shape(m: int, k: int, arch: str) -> None:
-    found = tune.candidates(arch, m, k, tune._default(launches.table(arch)[1]["tuned"], m))
-    assert any(entry.path == "prefill_wgmma" for entry in found) == (arch == "sm_90" and m >= 16 and k % 256 == 0)
+    found = tune.candidates(arch, m, 5120, k, tune._default(launches.table(arch)[1]["tuned"], m), 132)
+    assert any(entry.path == "prefill_wgmma" for entry in found) == (arch == "sm_90" and m > 16 and k % 256 == 0)
     assert len(found) == len(set(found)) > (0 if k % 1024 or m > 16 else 5)
     for entry in found:
         assert k % entry.kind.k_multiple == 0

@@ -159,7 +159,8 @@ def test_the_quantising_kernel_gives_the_bits_of_the_reference(
     if order == "steps":
         got, rows = activations.quantize_steps(x), quantize.steps(wanted)
         assert torch.equal(got.q, rows.q)
-        assert torch.equal(got.scales[:, :5], rows.scales[:, :5])
+        places = quantize.scale_places(5)
+        assert torch.equal(got.scales[:, places], rows.scales[:, places])
         return
     planes = activations.quantize_rows(x)
     for name in ("q", "scales", "sums"):

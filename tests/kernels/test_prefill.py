@@ -101,7 +101,7 @@ BREAKS = {
                     "if first < steps:": "if False:"}, False,
     ),
     "a stage is given back before the scales that were asked for are used": (
-        "consume", {"scaled = ": "release(empty.index(stage)) if i == SG - 1 else None\n                scaled = ",
+        "consume", {"xs = gl.perm": "release(empty.index(stage)) if i == SG - 1 else None\n                xs = gl.perm",
                     "if step > first:": "if False:", "if first < steps:": "if False:"}, False,
     ),
     "a stage is read before it is there": ("consume", {"mbarrier.wait(full.index(stage), phase)": ""}, False),
