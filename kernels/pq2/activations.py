@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pq2 import quantize
+from pq2 import plans, quantize
 from pq2.errors import PathUnavailable
 from pq2.format import GROUP, groups
 from pq2.intrinsics import round_half_even
@@ -169,9 +169,12 @@ def _launch(
     m, k = x.shape
     per_program, left, right = program_blocks(k, rotation)
     if m:
-        pq2_quantize_kernel[(m, triton.cdiv(groups(k), per_program))](
-            x, signs if signs is not None else x, *results, x.stride(0), k,
-            GROUPS=per_program, LEFT=left, RIGHT=right, TOKENS=tokens, STEPS=steps, PDL=pdl,
+        plans.launch(
+            pq2_quantize_kernel,
+            (m, triton.cdiv(groups(k), per_program)),
+            (x, signs if signs is not None else x, *results, x.stride(0), k),
+            {"GROUPS": per_program, "LEFT": left, "RIGHT": right, "TOKENS": tokens, "STEPS": steps, "PDL": pdl},
+            x.device,
             num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
         )  # fmt: skip
 

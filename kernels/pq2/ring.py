@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pq2 import plans
 from pq2.compat import commit_group, copy_async, wait_group
 from pq2.errors import PathUnavailable
 from pq2.format import Prepared
@@ -269,6 +270,11 @@ def ring(
 def combine(parts: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
     """Add the fp32 parts [parts, M, N] of a product, in their order, into out [M, N]."""
     split, m, n = parts.shape
-    pq2_combine_kernel[(triton.cdiv(m * n, COMBINE),)](
-        parts, out, m * n, SPLIT=split, BLOCK=COMBINE, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+    plans.launch(
+        pq2_combine_kernel,
+        (triton.cdiv(m * n, COMBINE),),
+        (parts, out, m * n),
+        {"SPLIT": split, "BLOCK": COMBINE, "PDL": pdl},
+        out.device,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip

@@ -30,8 +30,7 @@ PATHS = ("single", "small", "ring", "prefill", "small_gemm")
 VALUES = ("on", "off")
 
 IN_SET: dict[str, frozenset[str]] = {
-    # `prefill` is chosen by its switch until it has been measured on a GPU.
-    "tuned": frozenset(PATHS) - {"prefill"},
+    "tuned": frozenset(PATHS),
     # Bit-identical to legacy: the table's entries for this set are launched so that they add in its order.
     "exact": frozenset({"single", "small"}),
     "legacy": frozenset(),

@@ -37,7 +37,7 @@ def main() -> None:
         weight = pq2_format.random(n, k, "cuda")
         signs = torch.ones(k, dtype=torch.int8, device="cuda")
         rotation = 1024 if k % 1024 == 0 else 0
-        for given in ({"PQ2_PREFILL": "on"}, {"PQ2_KERNELS": "exact"}, {"PQ2_KERNELS": "legacy"}):
+        for given in ({}, {"PQ2_KERNELS": "exact"}, {"PQ2_KERNELS": "legacy"}):
             choice = switches.resolve(given, "cuda")
             for m in (1, 2, 9, 17, 33, 65, 130):
                 x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")

@@ -13,8 +13,6 @@ from pq2.format import Prepared
 
 GPU = DEVICE == "cuda"
 SETS = ("legacy", "exact", "tuned")
-CHOICES = (*SETS, "prefill")
-"""And the tuned set with `prefill`, which no set has yet."""
 # Odd sizes first: N of no power of two, K of one group and of an odd number of groups.
 SHAPES = [(5, 128), (70, 384), (33, 1152)] + ([(1000, 5120), (4097, 3968), (512, 17408)] if GPU else [])
 ROWS = [2, 3, 16, 17] + ([8, 31, 33, 64, 65, 127, 512, 1000, 4096] if GPU else [])
@@ -26,7 +24,7 @@ BOUND = {torch.bfloat16: TRUNCATES * 2**-8, torch.float16: TRUNCATES * 2**-11, t
 
 
 def _choice(name: str) -> switches.Choice:
-    return switches.resolve({"PQ2_PREFILL": "on"} if name == "prefill" else {"PQ2_KERNELS": name}, "cuda")
+    return switches.resolve({"PQ2_KERNELS": name}, "cuda")
 
 
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +43,7 @@ def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kernel_set", "m"), [*((kernel_set, 1) for kernel_set in SETS), *((name, m) for m in ROWS for name in CHOICES[2:])]
+    ("kernel_set", "m"), [*((kernel_set, 1) for kernel_set in SETS), *(("tuned", m) for m in ROWS)]
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_is_the_reference(
@@ -90,10 +88,9 @@ def test_every_number_of_rows(m: int, k: int) -> None:
     weight = pq2_format.random(1031, k, DEVICE, seed=m)
     x = torch.randn(m, k, device=DEVICE)
     wanted = reference.matmul(x, weight)
-    for name in CHOICES[2:]:
-        before = dispatch.CALLS["prefill"]
-        assert _error(dispatch.matmul(x, weight, _choice(name)), wanted) < BOUND[torch.float32], name
-        assert dispatch.CALLS["prefill"] - before == (name == "prefill" and m > 16)
+    before = dispatch.CALLS["prefill"]
+    assert _error(dispatch.matmul(x, weight, _choice("tuned")), wanted) < BOUND[torch.float32]
+    assert dispatch.CALLS["prefill"] - before == (m > 16)
 
 
 def _entries() -> list[tuple[int, str, launches.Entry]]:
@@ -324,7 +321,7 @@ def test_one_wrong_code_is_seen() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no CUDA device")
-@pytest.mark.parametrize("kernel_set", CHOICES)
+@pytest.mark.parametrize("kernel_set", SETS)
 @pytest.mark.parametrize("m", [1, 4, 64, 300])
 def test_a_captured_graph_replays_with_new_inputs(kernel_set: str, m: int) -> None:
     weight = pq2_format.random(1000, 4096, DEVICE)

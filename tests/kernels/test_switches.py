@@ -8,7 +8,7 @@ from pq2.errors import PathUnavailable, SwitchError
 
 def test_unset_is_tuned_on_cuda_and_the_reference_on_a_cpu() -> None:
     assert (
-        switches.resolve({}, "cuda").key == "kernel set tuned, single=on, small=on, ring=on, prefill=off, small_gemm=on"
+        switches.resolve({}, "cuda").key == "kernel set tuned, single=on, small=on, ring=on, prefill=on, small_gemm=on"
     )
     assert switches.resolve({}, "cpu").key == (
         "kernel set reference, single=off, small=off, ring=off, prefill=off, small_gemm=off"
@@ -20,7 +20,7 @@ def test_unset_is_tuned_on_cuda_and_the_reference_on_a_cpu() -> None:
     [
         ({"PQ2_KERNELS": "legacy"}, set()),
         ({"PQ2_KERNELS": "exact"}, {"single", "small"}),
-        ({"PQ2_KERNELS": "tuned", "PQ2_SINGLE": "off"}, {"small", "ring", "small_gemm"}),
+        ({"PQ2_KERNELS": "tuned", "PQ2_SINGLE": "off"}, {"small", "ring", "prefill", "small_gemm"}),
         ({"PQ2_KERNELS": "legacy", "PQ2_RING": "on"}, {"ring"}),
         ({"PQ2_KERNELS": "legacy", "PQ2_PREFILL": "on"}, {"prefill"}),
         ({"PQ2_KERNELS": "legacy", "PQ2_SMALL_GEMM": "on"}, {"small_gemm"}),
