@@ -4,7 +4,7 @@ At each launch Triton binds the arguments, finds out what each is specialised fo
 a multiple of 16, the number 1) and looks up the kernel that was compiled for that. A plan is that compiled kernel, kept
 under the same facts.
 
-Test: tests/kernels/test_plans.py; on a GPU the tests of prefill go through plans too.
+Test: tests/kernels/test_plans.py; on a GPU the tests of every path go through plans too.
 """
 
 from __future__ import annotations

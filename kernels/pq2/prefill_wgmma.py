@@ -3,11 +3,13 @@
 out[m, n] = sum over groups g of xs[m, g] * d[n, g] * dot_g(w[n], q[m]): dots in int32, exact; the rest in fp32.
 
 A program is a ring of stages in shared memory, SG groups of 128 along K each. One warp fills it with activations and their
-scales (TMA), one with code bytes (cp.async: by what was measured, TMA takes as long for a row of 32 bytes as for one of
-128; see NOTES.md), and each of CONSUMERS warpgroups multiplies 64 rows of the weight, its operand A, with BLOCK_M tokens.
-Warpgroups do not wait for each other: while one applies scales, another has the tensor cores. A lane finds its fragment of
-A in the 8 code bytes that it read, by PRMT: four weights of -1, 0, 1 at a time, which need no sum taken back. The order
-`steps` of the activations is made for that.
+scales (TMA), one with code bytes (cp.async), and each of CONSUMERS warpgroups multiplies 64 rows of the weight, its
+operand A, with BLOCK_M tokens; warpgroups do not wait for each other. A lane finds its fragment of A in the 8 code bytes
+that it read, by PRMT: four weights of -1, 0, 1 at a time, which need no sum taken back. The order `steps` of the
+activations is made for that.
+
+Every dot begins at 2^17, by a wgmma of constants, and so is positive: its bits read as fp32 are a denormal number, which a
+fused multiply-add takes as it is. Sums are kept 2^-39 too small until they are stored, so terms below 1e-26 lose digits.
 
 Reference: `reference.matmul`; test: tests/kernels/test_prefill.py. Switch: PQ2_PREFILL.
 """
