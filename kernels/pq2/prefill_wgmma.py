@@ -288,13 +288,17 @@ def prefill_wgmma(
         pdl: Programmatic dependent launch.
 
     Raises:
-        PathUnavailable: K does not fit.
+        PathUnavailable: K does not fit, or the ring is too short.
     """
     m, k = x.q.shape
     n, _ = weight.shape
     if k % (GROUP * sg):
         raise PathUnavailable(
             f"prefill_wgmma: K is {k}, and with {sg} groups a stage it takes multiples of {GROUP * sg}"
+        )
+    if stages < 2:
+        raise PathUnavailable(
+            "prefill_wgmma: a ring has 2 stages at least: one is given back when the next one is there"
         )
     target = out if split == 1 else torch.empty(split, m, n, dtype=torch.float32, device=out.device)
     programs = min(triton.cdiv(m, block_m) * triton.cdiv(n, 64 * consumers) * split, per_sm * multiprocessors)

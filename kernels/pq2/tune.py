@@ -8,6 +8,10 @@ Candidates are what the notes have found to matter (`NOTES.md`): how many bytes 
 how many programs it holds, how many warps share a row. Each must agree with the float64 reference before it is timed.
 What is timed is the product with the quantising before it, as a server runs them: an entry that leaves the next kernel
 no room to begin loses by it. The best two are timed again, in turn, and the better one is taken.
+
+Then, for decoding, in a whole step, where all weights of a model were tuned: what is best among copies of itself is not
+always best between products of other shapes. A weight's best entries, and the best of those that leave half of the shared
+memory to the next kernel, take its place in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -26,8 +30,9 @@ import torch
 
 from pq2 import dispatch, launches, prefill_wgmma, quantize, timing
 from pq2 import format as pq2_format
-from pq2.bench import projections
+from pq2.bench import in_turn, projections
 from pq2.launches import Direct, Entry, Prefill, PrefillWgmma, Ring, Single, SingleRing
+from pq2.shapes import Projection
 
 TUNED_SHAPES = ("hybrid-27b", "hybrid-8b", "qwen3-8b")
 """Whose projections the tables have."""
@@ -41,6 +46,8 @@ SHARED = 227 * 1024
 """Bytes of shared memory on a multiprocessor."""
 AGAIN = 2
 """How many of the best are timed again."""
+PASSES = 2
+"""How often each weight's entry of a step is chosen anew."""
 
 
 def candidates(arch: str, m: int, n: int, k: int, default: list[Entry], multiprocessors: int) -> list[Entry]:
@@ -179,6 +186,59 @@ def best(n: int, k: int, m: int, entries: list[Entry]) -> tuple[Entry, dict[Entr
     return named[min(again, key=again.__getitem__)], {named[name]: time for name, time in (times | again).items()}
 
 
+def held(entry: Entry, k: int) -> int:
+    """Bytes of shared memory that the rings of an entry take on a multiprocessor, about."""
+    launch = entry.launch
+    if isinstance(launch, SingleRing):
+        return launch.rows * k * 17 // 64 * launch.stages * launch.per_sm
+    if isinstance(launch, Ring):
+        return launch.stages * launch.block_n * launch.sg * launch.warps_k * 34 * launch.per_sm
+    return 0
+
+
+def alternatives(ranking: Sequence[Entry], k: int) -> list[Entry]:
+    """What to try in a step, of entries from the fastest on."""
+    light = [entry for entry in ranking if held(entry, k) <= SHARED // 2]
+    return list(dict.fromkeys([*ranking[:6], *light[:3]]))
+
+
+class Step:
+    """The products of a decode step, each with the quantising before it."""
+
+    def __init__(self, ternary: Sequence[Projection], m: int) -> None:
+        self.order = in_turn(ternary)
+        self.weights = [timing.weights(one.n, one.k) for one in ternary]
+        self.x = [torch.randn(m, one.k, dtype=torch.bfloat16, device="cuda") for one in ternary]
+        self.out = [torch.empty(m, one.n, dtype=torch.bfloat16, device="cuda") for one in ternary]
+
+    def by(self, entries: Sequence[Entry]) -> timing.Call:
+        """The whole step, by an entry for each weight."""
+
+        def run(_: int) -> None:
+            used = [0] * len(entries)
+            for number in self.order:
+                copies = self.weights[number]
+                dispatch.run(entries[number], self.x[number], copies[used[number] % len(copies)], self.out[number])
+                used[number] += 1
+
+        return run
+
+
+def in_step(step: Step, entries: Sequence[Entry], tried: Sequence[list[Entry]]) -> tuple[list[Entry], float, float]:
+    """Better entries for a step, and its seconds with those given and with those found: one weight's at a time."""
+    found = list(entries)
+    before = after = 0.0
+    for _ in range(PASSES):
+        for number, options in enumerate(tried):
+            others = {str(entry): entry for entry in [found[number], *options]}
+            calls = {name: (step.by([*found[:number], one, *found[number + 1 :]]), 1) for name, one in others.items()}
+            times = timing.medians(timing.graph_times(calls, replays=9, least=1))
+            before = before or times[str(found[number])]
+            name = min(times, key=times.__getitem__)
+            found[number], after = others[name], times[name]
+    return found, before, after
+
+
 def weight(text: str) -> tuple[int, int]:
     """`NxK`, as the command takes it."""
     n, _, k = text.partition("x")
@@ -233,15 +293,34 @@ def main() -> int:
     print(f"{len(jobs)} kernels, {len(failed)} of them do not run here", flush=True)
     for error in list(failed.values())[:5]:
         print(f"  {error}")
+
+    def keep(key: int, n: int, k: int, chosen: Entry) -> None:
+        tuned.setdefault(key, {"default": [chosen]})[f"{n}x{k}"] = [chosen]
+        if arguments.out:  # what was found is not lost to a later failure
+            arguments.out.write_text(write(table), encoding="utf-8")
+
+    rankings: dict[tuple[int, int, int], list[Entry]] = {}
     for (key, n, k), entries in wanted.items():
         m = min(key, MANY)
         chosen, times = best(n, k, m, [entry for entry in entries if _kernel(entry, m, k) not in failed])
-        tuned.setdefault(key, {"default": [chosen]})[f"{n}x{k}"] = [chosen]
-        ranking = sorted(times, key=times.__getitem__)
+        ranking = rankings[key, n, k] = sorted(times, key=times.__getitem__)
         told = ", ".join(f"{entry.path}{tuple(entry.launch)} {times[entry] * 1e6:.2f}" for entry in ranking[:3])
         print(f"M={m} {n}x{k}: {told} us; slowest {times[ranking[-1]] * 1e6:.2f}", flush=True)
-        if arguments.out:  # what was found is not lost to a later failure
-            arguments.out.write_text(write(table), encoding="utf-8")
+        keep(key, n, k, chosen)
+    for key in filter(lambda key: key <= FEW, arguments.rows):
+        for shape in TUNED_SHAPES:
+            ternary = [one for one in projections(shape) if one.converted]
+            if all((key, one.n, one.k) in rankings for one in ternary):
+                alone = [tuned[key][f"{one.n}x{one.k}"][0] for one in ternary]
+                tried = [alternatives(rankings[key, one.n, one.k], one.k) for one in ternary]
+                found, before, after = in_step(Step(ternary, key), alone, tried)
+                print(
+                    f"M={key} a step of {shape}: {before * 1e3:.3f} ms, {after * 1e3:.3f} ms by these entries",
+                    flush=True,
+                )
+                for one, entry in zip(ternary, found, strict=True):
+                    print(f"  {one.n}x{one.k}: {entry.path}{tuple(entry.launch)}")
+                    keep(key, one.n, one.k, entry)
     if not arguments.out:
         print(write(table))
     return 0

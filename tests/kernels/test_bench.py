@@ -110,6 +110,33 @@ def test_candidates_are_entries_that_take_the_shape(m: int, k: int, arch: str) -
         assert launches.read_entry(launches.write_entry(entry)) == entry
 
 
+def test_a_step_tries_the_fastest_and_those_that_leave_room() -> None:
+    rings = [launches.Entry("single_ring", launches.SingleRing(8, 16, 2, 1, stages, 4)) for stages in range(12, 1, -1)]
+    found = tune.alternatives(rings, 5120)
+    assert found[:6] == rings[:6]
+    light = [entry for entry in rings if tune.held(entry, 5120) <= tune.SHARED // 2]
+    assert set(found[6:]) == set(light[:3]) - set(rings[:6])
+    assert light
+
+
+def test_a_step_is_tuned_a_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [launches.Entry("single", launches.Single(4, 8, warps)) for warps in (1, 2, 4)]
+    # The first weight's entry of 2 warps is worth it only once the second weight has 4.
+    seconds = {(1, 1): 5.0, (2, 1): 6.0, (4, 1): 7.0, (1, 2): 5.5, (2, 2): 6.5, (1, 4): 4.0, (2, 4): 3.0, (4, 4): 3.5}
+
+    class Step:
+        def by(self, chosen: list[launches.Entry]) -> tuple[int, ...]:
+            return tuple(entry.launch.num_warps for entry in chosen)
+
+    def graph_times(calls: dict, replays: int, least: int) -> dict[str, list[float]]:
+        return {name: [seconds[call]] for name, (call, _) in calls.items()}
+
+    monkeypatch.setattr(tune.timing, "graph_times", graph_times)
+    found, before, after = tune.in_step(Step(), [entries[0], entries[0]], [entries, entries])
+    assert [entry.launch.num_warps for entry in found] == [2, 4]
+    assert (before, after) == (5.0, 3.0)
+
+
 @pytest.mark.parametrize("text", ["5120", "5120x", "x128", "0x128", "64x100", "-1x128", "64x128x2"])
 def test_a_weight_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -85,6 +85,12 @@ def test_a_k_that_stages_do_not_fit_is_refused() -> None:
         prefill_wgmma.prefill_wgmma(_steps(x), weight, out, 32, 2, 4, 2, 1, 1, 1, 1, pdl=False)
 
 
+def test_a_ring_of_one_stage_is_refused() -> None:
+    weight, x, out, _, _ = _case(17, 64, 256)
+    with pytest.raises(PathUnavailable, match="a ring has 2 stages at least"):
+        prefill_wgmma.prefill_wgmma(_steps(x), weight, out, 32, 2, 1, 1, 1, 1, 1, 1, pdl=False)
+
+
 def test_registers_fit_a_multiprocessor() -> None:
     for consumers in (1, 2, 3, 4, 6):
         for per_sm in (1, 2, 3):
