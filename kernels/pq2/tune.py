@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -44,6 +45,8 @@ FEW = 16
 """Rows up to here are decoding; more are what the kernels of prefill are for."""
 SHARED = 227 * 1024
 """Bytes of shared memory on a multiprocessor."""
+QUANTISES = 128 * 48
+"""Registers of a program that quantises."""
 AGAIN = 2
 """How many of the best are timed again."""
 PASSES = 2
@@ -88,25 +91,22 @@ def _single_rings(k: int) -> Iterator[Entry]:
 
 
 def _rings(tokens: int, k: int) -> Iterator[Entry]:
-    groups, warps_k = k // 128, 4
-    for split in (1, 2, 3):
+    groups = k // 128
+    for warps_k, split, keep, per_sm in itertools.product((4, 8), (1, 2, 3), (1, 2), (2, 3, 4)):
         steps = -(-groups // (warps_k * split))
-        if steps * warps_k * split > 1.1 * groups:
+        needed = steps * (12 if keep == 1 else 8) * (tokens // 8) + 44
+        threads = 32 * warps_k * per_sm
+        # With fewer registers a thread there is room for a program that quantises.
+        limits = [(registers // threads // 8 * 8) for registers in (65536 - QUANTISES, 65536)]
+        limit = next((limit for limit in limits if 0.6 * limit < needed <= limit + 16), None)
+        if limit is None or steps * warps_k * split > 1.1 * groups:
             continue
-        for keep in (1, 2):
-            registers = steps * (12 if keep == 1 else 8) * (tokens // 8) + 44
-            if not 100 < registers < 265:
-                continue
-            for block_n in (16, 32):
-                for sg in (2, 3, 4, 6):
-                    for stages in (3, 4, 6):
-                        chunks = -(-steps // sg)
-                        ring = stages * block_n * sg * warps_k * 34
-                        if chunks * sg > 1.25 * steps or not 18_000 < ring * (stages - 1) // stages < 52_000:
-                            continue
-                        # With 232 registers a thread, two programs leave room for one that quantises.
-                        for limit in (0, 232) if registers > 190 else (0,):
-                            yield Entry("ring", Ring(block_n, warps_k, 1, sg, stages, keep, split, limit, 2))
+        limit = limit if limit < 255 else 0
+        for block_n, sg, stages in itertools.product((16, 32), (2, 3, 4, 6), (3, 4, 6)):
+            chunks = -(-steps // sg)
+            flying = per_sm * (stages - 1) * block_n * sg * warps_k * 34
+            if chunks * sg <= 1.25 * steps and 36_000 < flying < 104_000:
+                yield Entry("ring", Ring(block_n, warps_k, 1, sg, stages, keep, split, limit, per_sm))
 
 
 def _prefills(m: int) -> Iterator[Entry]:
