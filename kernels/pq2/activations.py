@@ -19,6 +19,9 @@ from pq2.quantize import Fragments, Quantized, Steps, check_rotation, padded
 ROTATIONS = (256, 512, 1024, 2048, 4096)
 """Rotation blocks the kernel has: products of two factors of 16 to 64, which is what its two matrix products need."""
 GROUPS_PER_PROGRAM = 8
+FEW = 16
+"""Up to so many rows a program is one warp with two groups: nothing crosses warps and so nothing waits at a barrier, and it
+begins where a ring of the product before has left few registers."""
 START_BITS = tl.constexpr(quantize.START_BITS)
 
 
@@ -168,6 +171,9 @@ def _launch(
 ) -> None:
     m, k = x.shape
     per_program, left, right = program_blocks(k, rotation)
+    warps = 4
+    if not rotation and m <= FEW:
+        per_program, warps = 2, 1
     if m:
         plans.launch(
             pq2_quantize_kernel,
@@ -175,7 +181,7 @@ def _launch(
             (x, signs if signs is not None else x, *results, x.stride(0), k),
             {"GROUPS": per_program, "LEFT": left, "RIGHT": right, "TOKENS": tokens, "STEPS": steps, "PDL": pdl},
             x.device,
-            num_warps=4, enable_fp_fusion=False, launch_pdl=pdl,
+            num_warps=warps, enable_fp_fusion=False, launch_pdl=pdl,
         )  # fmt: skip
 
 

@@ -45,8 +45,8 @@ FEW = 16
 """Rows up to here are decoding; more are what the kernels of prefill are for."""
 SHARED = 227 * 1024
 """Bytes of shared memory on a multiprocessor."""
-QUANTISES = 128 * 48
-"""Registers of a program that quantises."""
+QUANTISES = 2 * 32 * 48
+"""Registers of two programs that quantise few rows."""
 AGAIN = 2
 """How many of the best are timed again."""
 PASSES = 2

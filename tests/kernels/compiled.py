@@ -64,9 +64,12 @@ def _kernels(arch):
     """Name, kernel, its key in `TYPES`, constants, warps, and registers at most where it says so."""
     pdl = arch >= 90
     quantize = activations.pq2_quantize_kernel
-    for name, left, tokens in (("", 0, 0), (" rotated", 32, 0), (" fragments", 0, 16), (" steps", 0, 0)):
-        constants = {"GROUPS": 8, "LEFT": left, "RIGHT": left, "TOKENS": tokens, "STEPS": name == " steps", "PDL": pdl}
-        yield f"quantize{name}", quantize, "quantize", constants, 4
+    for name, left, tokens, few in (
+        ("", 0, 0, False), (" rotated", 32, 0, False), (" steps", 0, 0, False), (" few", 0, 0, True),
+        (" fragments", 0, 16, True),
+    ):  # fmt: skip
+        constants = {"LEFT": left, "RIGHT": left, "TOKENS": tokens, "STEPS": name == " steps", "PDL": pdl}
+        yield f"quantize{name}", quantize, "quantize", {"GROUPS": 2 if few else 8, **constants}, 1 if few else 4
     yield "legacy_single", legacy.pq2_legacy_single_kernel, "legacy_single", ONE_ROW, LAUNCH.num_warps
     for m in (16, 32, 64, 128):
         tile = dispatch.legacy_tile(m)

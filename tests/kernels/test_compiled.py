@@ -138,6 +138,13 @@ def test_prefill_on_sm_90_is_wgmma_on_what_bulk_copies_bring() -> None:
 
 
 @pytest.mark.parametrize("arch", [86, 90])
+def test_few_rows_are_quantised_without_a_barrier(arch: int) -> None:
+    for name in ("quantize few", "quantize fragments"):
+        assert _count(_compiled(arch)[name], "bar.sync") == 0, name
+        assert _count(_compiled(arch)[name], "shfl.sync.bfly.b32") > 0, name  # it counts what is there
+
+
+@pytest.mark.parametrize("arch", [86, 90])
 def test_a_kernel_waits_for_the_one_before_it_where_launches_overlap(arch: int) -> None:
     for name, kernel in _compiled(arch).items():
         if name.split()[0] in ("quantize", "single_ring", "direct", "ring", "combine"):

@@ -138,13 +138,13 @@ def test_calls_that_follow_each_other_give_what_they_give_alone(rows: int, name:
         assert torch.equal(outs[1], outs[0])
 
 
-@pytest.mark.parametrize("order", ["planes", "fragments", "steps"])
+@pytest.mark.parametrize(("order", "m"), [("planes", 5), ("fragments", 5), ("steps", 5), ("planes", 20), ("steps", 20)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [128, 1152, 2048])
 def test_the_quantising_kernel_gives_the_bits_of_the_reference(
-    k: int, dtype: torch.dtype, order: quantize.Order
+    k: int, dtype: torch.dtype, order: quantize.Order, m: int
 ) -> None:
-    x = (torch.randn(5, k, device=DEVICE) * torch.logspace(-3, 3, 5, device=DEVICE)[:, None]).to(dtype)
+    x = (torch.randn(m, k, device=DEVICE) * torch.logspace(-3, 3, m, device=DEVICE)[:, None]).to(dtype)
     x[3, :128] = 0
     x[4, 0] = 40000.0
     wanted = quantize.quantize(x, order)
@@ -156,7 +156,7 @@ def test_the_quantising_kernel_gives_the_bits_of_the_reference(
     if order == "steps":
         got, rows = activations.quantize_steps(x), quantize.steps(wanted)
         assert torch.equal(got.q, rows.q)
-        places = quantize.scale_places(5)
+        places = quantize.scale_places(m)
         assert torch.equal(got.scales[:, places], rows.scales[:, places])
         return
     planes = activations.quantize_rows(x)
