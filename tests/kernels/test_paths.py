@@ -315,6 +315,7 @@ def _damaged(weight: Prepared) -> Prepared:
 def test_one_wrong_code_is_seen() -> None:
     weight = pq2_format.random(5, 128, DEVICE)
     x = torch.randn(1, 128, device=DEVICE)
+    x[0, 0] = 1  # one that is quantised to 0 would hide it
     wanted = reference.matmul(x, weight)
     assert _error(dispatch.matmul(x, _damaged(weight), _choice("tuned")), wanted) > BOUND[torch.float32]
 
