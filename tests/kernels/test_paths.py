@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import DEVICE
+from conftest import DEVICE, poisoned
 
 from pq2 import activations, dispatch, embedding, launches, quantize, reference, small_gemm, switches
 from pq2 import format as pq2_format
@@ -27,17 +27,6 @@ def _choice(name: str) -> switches.Choice:
     return switches.resolve({"PQ2_KERNELS": name}, "cuda")
 
 
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is allocated holds NaN, or the worst integers: an element that nobody writes is seen."""
-    plain = torch.empty
-
-    def empty(*size, **kwargs):
-        made = plain(*size, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made.fill_(torch.iinfo(made.dtype).max)
-
-    monkeypatch.setattr(torch, "empty", empty)
-
-
 def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm())
 
@@ -57,7 +46,7 @@ def test_a_product_is_the_reference(
         x = torch.randn(m, k, device=DEVICE).to(dtype)
         wanted = reference.matmul(x, weight)
         with monkeypatch.context() as patched:
-            _poisoned(patched)
+            poisoned(patched)
             got = dispatch.matmul(x, weight, _choice(kernel_set))
         assert got.shape == (m, n)
         assert got.dtype == dtype
@@ -226,7 +215,7 @@ def test_a_small_product_is_the_reference_every_time(
     x, weight = torch.randn(m, k, device=DEVICE).to(dtype), torch.randn(n, k, device=DEVICE).to(dtype)
     bias = torch.randn(n, device=DEVICE).to(dtype)
     arrived = small_gemm.counters(n, x.device)
-    _poisoned(monkeypatch)
+    poisoned(monkeypatch)
     results = []
     for pieces in (40, 40, 3, 1):
         results.append(small_gemm.small_gemm(x, weight, arrived, bias, pieces))
@@ -241,7 +230,7 @@ def test_a_lookup_gives_the_bits_of_the_reference(k: int, dtype: torch.dtype, mo
     weight = pq2_format.random(37, k, DEVICE)
     ids = torch.tensor([0, 36, 5, 5], device=DEVICE)
     wanted = reference.embedding(ids, weight, dtype)
-    _poisoned(monkeypatch)
+    poisoned(monkeypatch)
     got = embedding.lookup(ids, weight, dtype)
     if dtype == torch.bfloat16 and not GPU:  # cut off, not rounded
         assert _error(got, wanted.double()) < BOUND[dtype]
