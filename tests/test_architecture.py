@@ -12,6 +12,9 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "abharness"
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+REPLAY = PACKAGE / "replay"
+REPLAY_MODULES = sorted(f"replay.{path.stem}" for path in REPLAY.glob("*.py") if path.stem != "__init__")
+INSIDE = sorted((REPLAY / "inside").glob("*.py"))
 
 # What a module may import of ours. Leaves first; a doer takes pids, URLs and texts, never a spec or a plan.
 ALLOWED: dict[str, set[str]] = {
@@ -167,31 +170,53 @@ ALLOWED: dict[str, set[str]] = {
 }
 ASSEMBLERS = {"launch", "load", "tracing", "runner", "prepare", "provenance", "inspection", "commands", "cli"}
 
+# Of `replay`: what each of its modules may import, of the package and of the rest.
+REPLAY_ALLOWED: dict[str, set[str]] = {
+    "replay.captures": {"base", "errors", "storage"},
+}
+REPLAY_ASSEMBLERS: set[str] = set()
+
 
 def imports(module: str, *, top_level: bool = False) -> set[str]:
     """Modules that one imports, ours as `abharness.x` and others by their first name."""
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     found: set[str] = set()
     for node in tree.body if top_level else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level:
             found.add(f"abharness.{node.module}")
-        elif isinstance(node, ast.ImportFrom) and node.module == "abharness":
-            found |= {f"abharness.{alias.name}" for alias in node.names if alias.name != "__version__"}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("abharness", "abharness.replay"):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if alias.name != "__version__"}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [*MODULES, *REPLAY_MODULES])
 def test_import_rule(module: str) -> None:
     ours = {name.removeprefix("abharness.") for name in imports(module) if name.startswith("abharness.")}
-    assert module in ALLOWED or module in ASSEMBLERS, f"say in this test what {module} may import"
-    if module in ALLOWED:
-        assert ours <= ALLOWED[module]
+    allowed, assemblers = {**ALLOWED, **REPLAY_ALLOWED}, ASSEMBLERS | REPLAY_ASSEMBLERS
+    assert module in allowed or module in assemblers, f"say in this test what {module} may import"
+    if module in allowed:
+        assert ours <= allowed[module]
     else:
         assert "cli" not in ours
+
+
+@pytest.mark.parametrize("path", INSIDE, ids=lambda path: path.stem)
+def test_what_runs_in_the_servers_environment_needs_only_what_is_there(path: Path) -> None:
+    """torch, safetensors and vLLM, and of ours what is copied beside it: by relative imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    foreign: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            foreign |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            foreign.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 1
+    assert foreign - sys.stdlib_module_names <= {"torch", "safetensors", "vllm"}
 
 
 def test_the_probe_runs_in_somebody_elses_server_on_the_standard_library_alone() -> None:
@@ -201,6 +226,7 @@ def test_the_probe_runs_in_somebody_elses_server_on_the_standard_library_alone()
 
 def test_every_rule_is_about_a_module_that_exists() -> None:
     assert set(ALLOWED) | ASSEMBLERS == set(MODULES)
+    assert set(REPLAY_ALLOWED) | REPLAY_ASSEMBLERS == set(REPLAY_MODULES)
 
 
 def test_only_the_assemblers_see_both_spec_and_doers() -> None:
@@ -240,16 +266,17 @@ def test_light_commands_import_no_heavy_package(arguments: list[str], absent: li
 
 
 def test_no_module_is_longer_than_500_lines() -> None:
-    lengths = {module: len((PACKAGE / f"{module}.py").read_text().splitlines()) for module in MODULES}
-    assert {module: lines for module, lines in lengths.items() if lines > 500} == {}
+    lengths = {str(path): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path: lines for path, lines in lengths.items() if lines > 500} == {}
 
 
 def test_the_readme_names_every_module() -> None:
     """The codes are in docs/reference/codes.md, held by test_docs."""
     readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
     table = readme[readme.index("| module | turns what into what |") :]
-    assert [module for module in MODULES if f"`{module}`" not in table] == []
+    known = [*MODULES, *REPLAY_MODULES]
+    assert [module for module in known if f"`{module}`" not in table] == []
     named = {
-        name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        name for row in re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE) for name in re.findall(r"`([\w.]+)`", row)
     }
-    assert sorted(named - set(MODULES)) == []
+    assert sorted(named - set(known)) == []
