@@ -22,7 +22,7 @@ from abharness.errors import RecordError, UsageError
 from abharness.storage import read_json, write_model
 
 CAPTURE_FILE = "capture.json"
-CAPTURE_VERSION = 1
+CAPTURE_VERSION: Literal[1] = 1
 
 Size = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 
