@@ -7,6 +7,7 @@
     │   │   └── NewerRecord       exit 2   a newer abharness wrote it
     │   └── TraceError            exit 2   nothing can be read of a profiler's trace
     ├── InstallError              exit 4   a managed server environment or model could not be made
+    ├── ReplayError               exit 4   a replay could not be carried out; what it measured before is kept
     └── LaunchError               exit 4   one server launch failed; the others' records are kept
         ├── PreflightError                 the machine is not in a state to start (port, GPU, disk, model, vLLM)
         ├── ServerDied                     the server process ended before it was asked to
@@ -78,6 +79,12 @@ class TraceError(UsageError):
 
 class InstallError(AbharnessError):
     """A managed server environment or model could not be made."""
+
+    exit_code = 4
+
+
+class ReplayError(AbharnessError):
+    """A replay could not be carried out: its process failed, or what it was told to replay cannot be."""
 
     exit_code = 4
 
