@@ -1,6 +1,7 @@
 """The command line -> a namespace: every command with its arguments, their help and examples.
 
-It imports nothing of ours but the version: `abharness --help` answers as fast as the interpreter starts.
+It imports nothing of ours but the version and other arguments: `abharness --help` answers as fast as the interpreter
+starts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from abharness import __version__
+from abharness.replay import parser as replay_parser
 
 EXIT_CODES = """exit codes:
   0    valid, no regression
@@ -227,6 +229,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     completion.set_defaults(action="completion")
+
+    replay = commands.add_parser(
+        "replay",
+        help="component A/B below serving",
+        description="Linear layers of a decode step, captured from a server or made of sizes, replayed as one CUDA graph "
+        "by any functions: how right, how fast, at which clock and power; and how that compares with serving.",
+        epilog="example: abharness replay synthesize hybrid-27b -o captures/27b\n",
+        formatter_class=raw,
+    )
+    replay_parser.add_actions(replay.add_subparsers(required=True, metavar="ACTION"), FILES, DIRECTORIES)
 
     model = commands.add_parser(
         "model",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from abharness.commands import RunResult
     from abharness.compare import Comparison
     from abharness.progress import Reporter
+    from abharness.replay.actions import Done, Where
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -263,6 +264,103 @@ def _model_fetch(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _replay_synthesize(arguments: argparse.Namespace) -> int:
+    from abharness.replay import actions
+
+    _out(actions.synthesize(arguments.sizes, arguments.output, _row_counts(arguments) or [1]))
+    return 0
+
+
+def _replay_show(arguments: argparse.Namespace) -> int:
+    from abharness.replay import actions
+
+    _out(actions.show(arguments.folder))
+    return 0
+
+
+def _replay_run(arguments: argparse.Namespace) -> int:
+    from abharness.replay import actions
+
+    candidates = actions.parse_candidates(arguments.candidate)
+    done = actions.run(_replayed(arguments), arguments.production, candidates, arguments.calibration, os.environ, _say)
+    return _replay_done(done)
+
+
+def _replay_calibrate(arguments: argparse.Namespace) -> int:
+    from abharness.replay import actions
+
+    done = actions.calibrate(
+        _replayed(arguments), arguments.production, arguments.serving, arguments.variant, os.environ, _say
+    )
+    return _replay_done(done)
+
+
+def _replay_tune(arguments: argparse.Namespace) -> int:
+    from abharness.replay import actions
+
+    if (arguments.table is None) != (arguments.to is None):
+        raise _usage("--table names the function that makes a table, --to the file it goes to: give both or neither")
+    if arguments.most is not None and arguments.most < 1:
+        raise _usage("--most must be at least 1")
+    done = actions.tune(
+        _replayed(arguments),
+        arguments.function,
+        arguments.options,
+        arguments.calibration,
+        None if arguments.table is None else (arguments.table, arguments.to),
+        os.environ,
+        _say,
+        exact=arguments.exact,
+        most=arguments.most,
+    )
+    return _replay_done(done)
+
+
+def _replay_validate(arguments: argparse.Namespace) -> int:
+    from abharness.replay import actions
+
+    _out(actions.validate_run(arguments.replay, arguments.candidate, arguments.serving))
+    return 0
+
+
+def _replayed(arguments: argparse.Namespace) -> Where:
+    from abharness.replay.actions import Where
+
+    if not 0 < arguments.seconds <= 600:
+        raise _usage(f"--seconds {arguments.seconds:g}: expected more than 0 and at most 600")
+    if not 0 <= arguments.pause <= 600:
+        raise _usage(f"--pause {arguments.pause:g}: expected 0 to 600 seconds")
+    if not 0 < arguments.tolerance < 1:
+        raise _usage(f"--tolerance {arguments.tolerance:g}: expected more than 0 and less than 1")
+    return Where(
+        capture=arguments.capture,
+        rows=_row_counts(arguments),
+        python=arguments.python,
+        kernels=arguments.kernels,
+        env=arguments.env,
+        device=arguments.device,
+        maker=arguments.weights_by,
+        reference=arguments.reference,
+        tolerance=arguments.tolerance,
+        seconds=arguments.seconds,
+        pause_s=arguments.pause,
+        output=arguments.output,
+    )
+
+
+def _row_counts(arguments: argparse.Namespace) -> list[int]:
+    wrong = [rows for rows in arguments.rows if not 1 <= rows <= 65536]
+    if wrong:
+        raise _usage(f"--rows {wrong[0]}: expected 1 to 65536")
+    return list(arguments.rows)
+
+
+def _replay_done(done: Done) -> int:
+    _out(done.text)
+    _say(f"records in {done.folder}")
+    return 0
+
+
 def _usage(message: str) -> AbharnessError:
     from abharness.errors import UsageError
 
@@ -278,6 +376,12 @@ ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "server install": _server_install,
     "server list": _server_list,
     "server remove": _server_remove,
+    "replay synthesize": _replay_synthesize,
+    "replay show": _replay_show,
+    "replay run": _replay_run,
+    "replay calibrate": _replay_calibrate,
+    "replay tune": _replay_tune,
+    "replay validate": _replay_validate,
     "schema": _schema,
     "completion": _completion,
     "model fetch": _model_fetch,

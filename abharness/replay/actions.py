@@ -13,6 +13,7 @@ from abharness.replay import calibration as calibrating
 from abharness.replay import measure, serving, tuning, view
 from abharness.replay.captures import CAPTURE_FILE, Capture, read_capture, write_capture
 from abharness.replay.measure import Function, Session, Setup
+from abharness.replay.parser import DENSE
 from abharness.replay.records import (
     CALIBRATION_FILE,
     REPLAY_FILE,
@@ -32,6 +33,8 @@ from abharness.telemetry import open_gpu
 
 REPORT_FILE = "report.txt"
 PRODUCTION = "production"
+DENSE_WEIGHTS = f"{DENSE}:weights"
+DENSE_REFERENCE = f"{DENSE}:reference"
 
 Say = Callable[[str], None]
 
@@ -371,6 +374,9 @@ def _setup(where: Where, kind: str, environ: Mapping[str, str]) -> tuple[Setup, 
             f"no GPU: {open_gpu(environ).describe().get('absent')}",
             hint="--device cpu replays on the CPU: without graphs, clocks or power",
         )
+    reference = where.reference
+    if reference is None and capture.weights == "made" and where.maker == DENSE_WEIGHTS:
+        reference = DENSE_REFERENCE
     output = measure.new_folder(where.output, capture.name, kind)
     setup = Setup(
         folder=where.capture,
@@ -380,7 +386,7 @@ def _setup(where: Where, kind: str, environ: Mapping[str, str]) -> tuple[Setup, 
         env=env,
         device=where.device,
         maker=where.maker,
-        reference=where.reference,
+        reference=reference,
         tolerance=where.tolerance,
         seconds=where.seconds,
         pause_s=where.pause_s,

@@ -199,6 +199,8 @@ class Session:
             reference=self.setup.reference,
         )
         found = _judged(candidate, self._loaded, done, self.setup.capture, self.setup.tolerance)
+        if found.reference == "production":
+            self.note("no reference: results are compared with those of production alone (--reference)")
         if found.wrong is None:
             try:
                 self._sequences[candidate.name] = self._learn(candidate.name)

@@ -1,8 +1,14 @@
-"""A captured layer as a candidate sees it, and functions by name: `module:function`, or an entry point's name."""
+"""A captured layer as a candidate sees it, and functions by name.
+
+A name is `module:function` or that of an entry point. What follows as `?name=value&name=value` is given to the function by
+keyword: JSON where it can be read so, else text.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -57,12 +63,29 @@ class Layer:
         return f"{self.n}x{self.k}"
 
 
-def find(name: str) -> Callable[..., Any]:
-    """The function of a name.
+def find(text: str) -> Callable[..., Any]:
+    """The function of a name, with the arguments that are given in it.
 
     Raises:
-        Refused: There is none.
+        Refused: There is none, or the arguments cannot be read.
     """
+    name, _, query = text.partition("?")
+    function = _named(name)
+    if not query:
+        return function
+    given: dict[str, Any] = {}
+    for part in query.split("&"):
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier():
+            raise Refused(f"{text!r}: {part!r} is no argument; write module:function?name=value&name=value")
+        try:
+            given[key] = json.loads(value)
+        except ValueError:
+            given[key] = value
+    return functools.partial(function, **given)
+
+
+def _named(name: str) -> Callable[..., Any]:
     if ":" not in name:
         found = [point for point in metadata.entry_points(group=GROUP) if point.name == name]
         if not found:

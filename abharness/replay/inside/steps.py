@@ -139,7 +139,12 @@ class Candidate:
             made: dict[str, Call] = {}
             for layer in layers:
                 if layer.name not in made:
-                    made[layer.name] = make(layer, **(options | by_shape.get(layer.shape, {})))
+                    try:
+                        made[layer.name] = make(layer, **(options | by_shape.get(layer.shape, {})))
+                    except Exception as error:  # somebody else's function: whatever it raises is what it says
+                        raise Refused(
+                            f"{function}: {layer.name} [{layer.shape}]: {type(error).__name__}: {error}"
+                        ) from error
             self.calls.append([made[layer.name] for layer in layers])
         self.results = self.alone(0)
         self._replay: Callable[[], object] | None = None
