@@ -116,7 +116,12 @@ def make_parser() -> argparse.ArgumentParser:
         "example: abharness compare results --html results.html\n\n" + EXIT_CODES,
         formatter_class=raw,
     )
-    _files(compare.add_argument("folders", metavar="DIR", type=Path, nargs="+"), DIRECTORIES)
+    _files(
+        compare.add_argument(
+            "folders", metavar="DIR", type=Path, nargs="+", help="a results folder, or one or two runs"
+        ),
+        DIRECTORIES,
+    )
     compare.add_argument("--format", choices=("text", "markdown", "json"), default="text", help="default: text")
     compare.add_argument(
         "--html", metavar="FILE", type=Path, help="write one page with plots and answers as well; it needs no network"
@@ -145,7 +150,10 @@ def make_parser() -> argparse.ArgumentParser:
         "exit codes: 0 written, 2 a record cannot be used, nothing to export or FOLDER not empty, 5 it cannot be written\n",
         formatter_class=raw,
     )
-    _files(export.add_argument("folders", metavar="DIR", type=Path, nargs="+"), DIRECTORIES)
+    _files(
+        export.add_argument("folders", metavar="DIR", type=Path, nargs="+", help="results folders, or runs"),
+        DIRECTORIES,
+    )
     _files(export.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="new, or empty"), DIRECTORIES)
     export.add_argument(
         "--format", choices=EXPORT_FORMATS, action="append", default=[], help="repeatable; default: all of them"

@@ -19,7 +19,7 @@ INSIDE = sorted((REPLAY / "inside").glob("*.py"))
 # What a module may import of ours. Leaves first; a doer takes pids, URLs and texts, never a spec or a plan.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "arguments": set(),
+    "arguments": {"replay.parser"},
     "atomic": set(),
     "base": set(),
     "windows": {"base"},
@@ -172,9 +172,25 @@ ASSEMBLERS = {"launch", "load", "tracing", "runner", "prepare", "provenance", "i
 
 # Of `replay`: what each of its modules may import, of the package and of the rest.
 REPLAY_ALLOWED: dict[str, set[str]] = {
+    "replay.parser": set(),
     "replay.captures": {"base", "errors", "storage"},
+    "replay.records": {"base", "errors", "storage", "windows"},
+    "replay.sizes": {"errors", "replay.captures", "yamlload"},
+    "replay.attribution": {"errors", "timeline"},
+    "replay.serving": {"errors", "metrics", "record", "replay.attribution", "runs", "timeline", "windows"},
+    "replay.calibration": {"errors", "replay.attribution", "replay.records"},
+    "replay.tuning": {"replay.records"},
+    "replay.validation": {"errors", "replay.records", "replay.serving"},
+    "replay.view": {
+        "replay.calibration",
+        "replay.captures",
+        "replay.records",
+        "replay.tuning",
+        "replay.validation",
+    },
+    "replay.process": {"errors"},
 }
-REPLAY_ASSEMBLERS: set[str] = set()
+REPLAY_ASSEMBLERS = {"replay.measure", "replay.actions"}
 
 
 def imports(module: str, *, top_level: bool = False) -> set[str]:
@@ -253,6 +269,7 @@ def test_only_the_assemblers_see_both_spec_and_doers() -> None:
                               "matplotlib", "jinja2"]),
     (["export", "nowhere", "--to", "x"], ["aiohttp", "openai", "pynvml", "datasets", "pyarrow", "torch", "matplotlib"]),
     (["completion", "bash"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "pyarrow", "torch", "pydantic"]),
+    (["replay", "show", "nowhere"], ["aiohttp", "openai", "datasets", "pyarrow", "torch", "matplotlib"]),
     (["trace", "nowhere"], ["aiohttp", "openai", "pynvml", "scipy", "datasets", "pyarrow", "torch", "pydantic"]),
 ])  # fmt: skip
 def test_light_commands_import_no_heavy_package(arguments: list[str], absent: list[str]) -> None:

@@ -152,13 +152,13 @@ def run(
             checked = [one for one in named if session.check(one).wrong is None]
             _require_production(session, rows)
             for one in checked:
-                session.segment(one.name)
+                session.try_segment(one.name)
             if calibration is not None:
                 gaps_s, scale, clock_mhz = calibrating.at_rows(calibration, rows)
                 serving_mhz[rows] = clock_mhz
                 spins = calibrating.spins(gaps_s, scale, clock_mhz)
                 for one in checked:
-                    session.segment(one.name, spins, scale)
+                    session.try_segment(one.name, spins, scale)
     return _written(setup, view.replay_text(session.replay, serving_mhz))
 
 
@@ -305,10 +305,9 @@ def _tune_rows(
             session.note(f"{rows} rows: {name} is wrong for {', '.join(check.wrong_shapes)}: not timed there")
             check = session.check(Function(name, function, by_shape=right))
         if check.wrong is None and check.by_shape:
-            try:
-                tried.append((session.segment(name, spins, scale), check))
-            except UsageError as refusal:
-                session.note(f"{rows} rows: {name}: {refusal}")
+            segment = session.try_segment(name, spins, scale)
+            if segment is not None:
+                tried.append((segment, check))
         session.drop(name)
     last = session.segment(PRODUCTION, spins, scale)
     return tuning.rank(rows, session.replay.shapes, first, last, tried)

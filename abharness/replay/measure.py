@@ -267,6 +267,25 @@ class Session:
         self._say(segment_line(found))
         return found
 
+    def try_segment(self, name: str, spins: Sequence[int] | None = None, scale: float | None = None) -> Segment | None:
+        """The same for a candidate that others can do without: what its graph refuses is told and kept on its check.
+
+        Raises:
+            ReplayError: The worker failed.
+        """
+        try:
+            return self.segment(name, spins, scale)
+        except UsageError as refusal:
+            wrong = str(refusal)
+        self._say(f"{name}: {wrong}")
+        asked = (name, self._loaded)
+        checks = [
+            one.model_copy(update={"wrong": wrong}) if (one.name, one.rows) == asked else one
+            for one in self.replay.checks
+        ]
+        self.update(checks=checks)
+        return None
+
     def _window(self, started_s: float, ended_s: float) -> Any:
         self._sampler.look_now()
         windows = self._sampler.windows(started_s, ended_s)
@@ -360,6 +379,8 @@ def session(
         ReplayError: The worker failed.
     """
     python = environments.resolve_python(setup.python, environ)
+    if setup.python is not None and setup.python.startswith(environments.PREFIX):
+        environments.install(setup.python, environ=environ, progress=say)
     env = {name: environ[name] for name in (*BASE_VARIABLES, *PASSED_ON) if name in environ} | dict(setup.env)
     told = {name: value for name, value in env.items() if name not in BASE_VARIABLES or name in setup.env}
     gpu: Gpu = open_gpu(env) if setup.device == "cuda" else AbsentGpu("a CPU replays")

@@ -113,7 +113,7 @@ def add_actions(actions: Any, files: dict[str, str], directories: dict[str, str]
         "Print the layers of a capture by shape, or the tables of a replay.",
         "example: abharness replay show captures/27b\n",
     )
-    completed(show.add_argument("folder", metavar="DIR", type=Path), directories)
+    completed(show.add_argument("folder", metavar="DIR", type=Path, help="of a capture or a replay"), directories)
 
     run = add(
         "run",
@@ -127,7 +127,9 @@ def add_actions(actions: Any, files: dict[str, str], directories: dict[str, str]
     )
     replaying(run)
     production(run)
-    run.add_argument("--candidate", metavar="NAME=FUNCTION", action="append", default=[], help="repeatable")
+    run.add_argument(
+        "--candidate", metavar="NAME=FUNCTION", action="append", default=[], help="one to compare; repeatable"
+    )
     calibrated(run)
 
     calibrate = add(

@@ -105,7 +105,7 @@ def read_sizes(text: str) -> Sizes:
         return Sizes.model_validate(located.data)
     except ValidationError as error:
         lines = [
-            f"{located.origin(item['loc']).place}: {yamlload.dotted(item['loc']) or 'the file'}: {item['msg']}"
+            f"{located.origin(item['loc']).place}: {yamlload.dotted(item['loc'])}: {item['msg']}"
             for item in error.errors()
         ]
         raise UsageError("\n".join(lines)) from error
