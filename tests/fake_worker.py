@@ -9,6 +9,7 @@ FAKE_REPLAY, JSON, by function:
     same           whether results are production's, bit for bit; true if not given
     differs        what `capture` refuses with
     dies           signal that ends the process when it is replayed
+    reasons        what the driver says holds its clock
     loses          its traces lack their last kernel
     options        of a provider: what it would have tried for every shape
 Options {"us": X, "error": E, "same": S} of a shape hold there. Spins bring the clock from 1500 up to 1900 MHz, and the
@@ -79,7 +80,8 @@ class Fake:
         spun = sum(self.spins or [])
         share = spun / 1980e6 / (busy_s + spun / 1980e6)
         clock = 1500 + 400 * share
-        state = {"sm_clock_mhz": round(clock), "power_w": 700 - 300 * share}
+        reasons = told.get("reasons", [])
+        state = {"sm_clock_mhz": round(clock), "power_w": 700 - 300 * share, "reasons": reasons}
         Path(os.environ["FAKE_GPU_DIR"], f"{os.getpid()}.json").write_text(json.dumps(state))
         time.sleep(0.05)
         started_s = time.monotonic()

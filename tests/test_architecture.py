@@ -187,6 +187,7 @@ REPLAY_ALLOWED: dict[str, set[str]] = {
         "replay.records",
         "replay.tuning",
         "replay.validation",
+        "windows",
     },
     "replay.process": {"errors"},
 }

@@ -61,7 +61,9 @@ class Bench:
         done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, cwd=self.folder)
         return Outcome(done.returncode, done.stdout, done.stderr, self.folder)
 
-    def replay(self, action: str, functions: dict[str, Any], *arguments: str) -> Outcome:
+    def replay(
+        self, action: str, functions: dict[str, Any], *arguments: str, nvml: list[dict[str, Any]] | None = None
+    ) -> Outcome:
         python = self.folder / "python"
         if not python.exists():
             python.write_text(f"#!/bin/sh\nexec {sys.executable} -m tests.fake_worker\n")
@@ -70,7 +72,7 @@ class Bench:
             "--python", str(python), "--env", f"FAKE_REPLAY={json.dumps(functions)}",
             "--env", f"FAKE_GPU_DIR={self.folder / 'gpu'}", "--seconds", "0.3", "--pause", "0",
         ]  # fmt: skip
-        return self.command(action, "capture", *told, *arguments)
+        return self.command(action, "capture", *told, *arguments, nvml=nvml)
 
 
 @pytest.fixture
@@ -276,6 +278,16 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(bench: Bench, argu
     assert done.code == 2, done.err
     assert told in done.err
     assert not list(bench.folder.glob("results/*/*/replay.json"))
+
+
+def test_who_else_is_on_the_gpu_and_what_holds_its_clock_are_told(bench: Bench) -> None:
+    busy = bench.replay("run", {"old": OLD}, "--production", "old", nvml=[GPU | {"pids": [1, 2]}])
+    assert busy.code == 0, busy.err
+    assert "2 other processes were on the GPU before it began" in busy.out
+    capped = bench.replay("run", {"old": OLD | {"reasons": ["sw_power_cap"]}}, "--production", "old")
+    assert "other processes" not in capped.out
+    (line,) = [line for line in capped.out.splitlines() if line.startswith("production") and "MHz" not in line][1:]
+    assert line.endswith("sw_power_cap 100%")
 
 
 def test_without_a_gpu_it_says_so(bench: Bench) -> None:

@@ -390,8 +390,14 @@ def session(
         site, folders = kernelfolder.resolve(setup.kernels, copies, environ)
         if folders:
             kernelfolder.install(site, folders)
+        busy = {uuid: len(gpu.compute_pids(uuid)) for uuid in gpu.uuids()}
         worker = stack.enter_context(Worker(python, env, [site] if folders else []))
         found = Session(setup, kind, production, worker, sampler, gpu, told, say)
+        others = busy.get(found.replay.device.uuid or "", 0)
+        if others:
+            found.note(
+                f"{others} other processes were on the GPU before it began: times, clock and power are theirs, too"
+            )
         for folder in folders:
             state = "" if folder.git_commit is None else f", commit {folder.git_commit[:12]}"
             dirty = " with changes" if folder.git_dirty else ""

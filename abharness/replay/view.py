@@ -11,6 +11,7 @@ from abharness.replay.captures import Capture
 from abharness.replay.records import Calibration, CandidateCheck, Replay, Segment
 from abharness.replay.tuning import Ranking, shape_times
 from abharness.replay.validation import Validated
+from abharness.windows import GpuWindow
 
 MOST_OPTIONS = 5
 """Of each shape, in a table."""
@@ -68,7 +69,7 @@ def _checks(checks: Sequence[CandidateCheck]) -> str:
 
 def _steps(replay: Replay, rows: int) -> str:
     found = [one for one in replay.segments if one.rows == rows]
-    lines = [[f"{rows} rows", "ms a step", "p10 to p90", "vs production", "MHz", "W", "mJ a step"]]
+    lines = [[f"{rows} rows", "ms a step", "p10 to p90", "vs production", "MHz", "W", "mJ a step", "limited by"]]
     for one in found:
         base = [
             other.step_s
@@ -88,9 +89,18 @@ def _steps(replay: Replay, rows: int) -> str:
                 "" if gpu is None or gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz:.0f}",
                 "" if gpu is None or gpu.power_mean_w is None else f"{gpu.power_mean_w:.0f}",
                 spent,
+                _limits(gpu),
             ]
         )
     return table(lines)
+
+
+def _limits(gpu: GpuWindow | None) -> str:
+    """What the driver says holds the clock, with the share of the samples that say so."""
+    if gpu is None or gpu.reasons is None:
+        return ""
+    found = [(share, name) for name, share in gpu.reasons.items() if name != "gpu_idle"]
+    return ", ".join(f"{name} {share:.0%}" for share, name in sorted(found, reverse=True)) or "-"
 
 
 def _shapes(replay: Replay, rows: int) -> str:
