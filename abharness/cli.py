@@ -316,6 +316,13 @@ def _replay_tune(arguments: argparse.Namespace) -> int:
     return _replay_done(done)
 
 
+def _replay_positions(arguments: argparse.Namespace) -> int:
+    from abharness.replay import actions
+
+    _out(actions.positions(arguments.trace, arguments.replay, arguments.candidate, arguments.rows))
+    return 0
+
+
 def _replay_validate(arguments: argparse.Namespace) -> int:
     from abharness.replay import actions
 
@@ -382,6 +389,7 @@ ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "replay calibrate": _replay_calibrate,
     "replay tune": _replay_tune,
     "replay validate": _replay_validate,
+    "replay positions": _replay_positions,
     "schema": _schema,
     "completion": _completion,
     "model fetch": _model_fetch,

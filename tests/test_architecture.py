@@ -182,6 +182,7 @@ REPLAY_ALLOWED: dict[str, set[str]] = {
     "replay.tuning": {"replay.records"},
     "replay.validation": {"errors", "replay.records", "replay.serving"},
     "replay.view": {
+        "replay.attribution",
         "replay.calibration",
         "replay.captures",
         "replay.records",

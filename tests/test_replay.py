@@ -130,6 +130,31 @@ def test_replays_are_taken_apart_and_copies_within_them() -> None:
         attribution.replays(found[:-1], [("mm",)] * 4, 2)
 
 
+def test_whole_steps_are_found_in_a_trace_of_anything() -> None:
+    names = [
+        "mm",
+        "quantise",
+        "mm",
+        "norm",
+        "mm",
+        "reduce",
+        "mm",
+        "mm",
+        "quantise",
+        "mm",
+        "mm",
+        "reduce",
+        "mm",
+        "quantise",
+    ]
+    found = [at(name, 10 * place, 10 * place + 5) for place, name in enumerate(names)]
+    steps = attribution.every(found, SEQUENCES)
+    assert [micro([step.started_s])[0] for step in steps] == [10, 80]
+    assert [micro(step.positions_s) for step in steps] == [[10, 10, 5]] * 2
+    with pytest.raises(UsageError, match="no step of 3 positions in it: 4 kernels"):
+        attribution.every(found[:5], SEQUENCES)
+
+
 @given(st.lists(st.tuples(st.floats(0, 20), st.floats(0.1, 20)), min_size=1, max_size=30), st.integers(1, 4))
 def test_positions_and_gaps_add_up_to_the_step(times: list[tuple[float, float]], kernels: int) -> None:
     """Whatever overlaps: one kernel a position, each starting after the one before did."""

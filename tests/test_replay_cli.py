@@ -189,6 +189,12 @@ def test_the_sequence_calibrate_run_validate_against_a_run_that_an_h200_served(b
     assert "1500 MHz, is 24% below serving's 1980 MHz" in done.out
     assert "look slower here" in done.out
 
+    (trace,) = SERVED.glob("*/launches/1-candidate/kernels/*decode*.parquet")
+    placed = bench.command("positions", str(trace), str(done.record), "--candidate", "new")
+    assert placed.code == 0, placed.err
+    assert "4096x4096 x36" in placed.out
+    assert " 11 steps; of each" in f" {placed.out.splitlines()[-1]}"
+
     valid = bench.command("validate", str(done.record), "--candidate", "new", "--serving", str(SERVED))
     assert valid.code == 0, valid.err
     lines = [line.split() for line in valid.out.splitlines()]

@@ -9,8 +9,8 @@ from typing import Literal
 
 from abharness.errors import ReplayError, UsageError
 from abharness.record import Variant
+from abharness.replay import attribution, measure, serving, tuning, view
 from abharness.replay import calibration as calibrating
-from abharness.replay import measure, serving, tuning, view
 from abharness.replay.captures import CAPTURE_FILE, Capture, read_capture, write_capture
 from abharness.replay.measure import Function, Session, Setup
 from abharness.replay.parser import DENSE
@@ -30,6 +30,7 @@ from abharness.replay.sizes import synthesize as make_capture
 from abharness.replay.validation import replayed_rows, validate
 from abharness.storage import write_model, write_text_atomic
 from abharness.telemetry import open_gpu
+from abharness.trace import read_trace
 
 REPORT_FILE = "report.txt"
 PRODUCTION = "production"
@@ -311,6 +312,21 @@ def _tune_rows(
         session.drop(name)
     last = session.segment(PRODUCTION, spins, scale)
     return tuning.rank(rows, session.replay.shapes, first, last, tried)
+
+
+def positions(trace: Path, replay_folder: Path, candidate: str, rows: int) -> str:
+    """The times of a candidate's positions in a trace of whatever made it, beside those of its replay.
+
+    Raises:
+        UsageError: The replay does not know the candidate's kernels, or the trace has no whole step of them.
+        TraceError: Nothing can be read of the trace.
+    """
+    replay = read_record(replay_folder / REPLAY_FILE, Replay)
+    known = [one for one in replay.segments if (one.candidate, one.rows) == (candidate, rows) and one.kernels_of]
+    if not known:
+        raise UsageError(f"{replay_folder}: the kernels of {candidate}'s positions at {rows} rows are not on record")
+    steps = attribution.every(attribution.intervals(read_trace(trace).kernels), _sequences(known[0]))
+    return view.positions_text(replay, known[0], steps)
 
 
 def validate_run(replay_folder: Path, candidate: str, run_folder: Path) -> str:

@@ -144,6 +144,32 @@ def replays(found: Sequence[Interval], sequences: Sequence[tuple[str, ...]], cou
     return [attribute(ours[at : at + size], sequences) for at in range(0, len(ours), size)] if size else []
 
 
+def every(found: Sequence[Interval], sequences: Sequence[tuple[str, ...]]) -> list[Attributed]:
+    """The same for a trace of anything: every whole step in it, wherever it is; what is between them is passed over.
+
+    Raises:
+        UsageError: There is no whole step.
+    """
+    known = {name for names in sequences for name in names}
+    ours = [kernel for kernel in found if kernel.name in known]
+    names = [kernel.name for kernel in ours]
+    wanted = [name for names in sequences for name in names]
+    steps, at = [], 0
+    while at + len(wanted) <= len(ours):
+        if names[at : at + len(wanted)] == wanted:
+            steps.append(attribute(ours[at : at + len(wanted)], sequences))
+            at += len(wanted)
+        else:
+            at += 1
+    if not steps:
+        raise UsageError(
+            f"no step of {len(sequences)} positions in it: {len(ours)} kernels have names that they have",
+            hint="it is a trace of something else, or of a part of a step; graphs must be traced node by node "
+            "(nsys profile --cuda-graph-trace=node)",
+        )
+    return steps
+
+
 def medians(steps: Sequence[Attributed]) -> Attributed:
     """Position by position, the median over some steps; the span likewise, from 0."""
     return Attributed(

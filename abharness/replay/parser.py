@@ -186,3 +186,17 @@ def add_actions(actions: Any, files: dict[str, str], directories: dict[str, str]
         validate.add_argument("--serving", metavar="RUN", type=Path, required=True, help="folder of the run"),
         directories,
     )
+
+    positions = add(
+        "positions",
+        "time a candidate's positions in any trace",
+        "Find the whole steps of a candidate in a trace of torch's profiler or Nsight Systems, of a server or of a replay, "
+        "and print the time of each shape beside the replay's.",
+        "example: abharness replay positions server.sqlite results/replay-8b/STAMP-run --candidate production --rows 1\n",
+    )
+    completed(
+        positions.add_argument("trace", metavar="FILE", type=Path, help="a trace, as abharness trace reads"), files
+    )
+    completed(positions.add_argument("replay", metavar="REPLAY", type=Path, help="folder of replay run"), directories)
+    positions.add_argument("--candidate", metavar="NAME", required=True, help="whose kernels are looked for")
+    positions.add_argument("--rows", metavar="M", type=int, default=1, help="rows of the replay's step, default: 1")

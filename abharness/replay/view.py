@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Sequence
 
+from abharness.replay.attribution import Attributed, medians
 from abharness.replay.calibration import clock_remark
 from abharness.replay.captures import Capture
 from abharness.replay.records import Calibration, CandidateCheck, Replay, Segment
@@ -116,6 +117,20 @@ def _shapes(replay: Replay, rows: int) -> str:
         count = replay.shapes.count(shape)
         lines.append([f"{shape} x{count}", *(f"{latest[label][shape] * 1e6:.2f}" for label in labels)])
     return table(lines) + told
+
+
+def positions_text(replay: Replay, segment: Segment, steps: Sequence[Attributed]) -> str:
+    """The steps of a trace by shape, beside the replay's."""
+    found = medians(steps)
+    traced = shape_times(segment.model_copy(update={"positions_s": list(found.positions_s)}), replay.shapes)
+    replayed = shape_times(segment, replay.shapes)
+    lines = [["us a call", "in the trace", "in the replay"]]
+    for shape, time_s in traced.items():
+        lines.append([f"{shape} x{replay.shapes.count(shape)}", f"{time_s * 1e6:.2f}", f"{replayed[shape] * 1e6:.2f}"])
+    busy_s, gaps_s = sum(found.positions_s), sum(found.gaps_s)
+    return table(lines) + (
+        f"{len(steps)} steps; of each, {busy_s * 1e3:.4f} ms are in these layers and {gaps_s * 1e3:.4f} ms between them\n"
+    )
 
 
 def _label(one: Segment) -> str:
