@@ -33,7 +33,7 @@ from pq2 import format as pq2_format
 from pq2 import legacy as legacy_path
 from pq2 import peers as others
 from pq2.activations import quantize_rows
-from pq2.errors import PathUnavailable, SwitchError
+from pq2.errors import PathUnavailable, SwitchError, WrongResult
 from pq2.generate import byte_tokenizer
 from pq2.peers import Peers
 from pq2.quantize import quantize
@@ -400,17 +400,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
     torch.manual_seed(0)
-    found = measure(given.shape, given.rows, dispatch.arch_of(torch.device("cuda", 0)), peers, save)
+    try:
+        found = measure(given.shape, given.rows, dispatch.arch_of(torch.device("cuda", 0)), peers, save)
+    except WrongResult as wrong:
+        return refuse(str(wrong), status=1)
     print("\n".join(table_lines(found)))
     if given.plot:
         plot(found, given.plot)
     return 0
 
 
-def refuse(why: str) -> int:
+def refuse(why: str, status: int = 2) -> int:
     """Say on standard error why nothing is measured: the exit status."""
     print(f"pq2.bench: {why}", file=sys.stderr)
-    return 2
+    return status
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 
 from pq2 import format as pq2_format
 from pq2 import reference
+from pq2.errors import WrongResult
 from pq2.quantize import Quantized
 
 CACHE_BYTES = 240_000_000
@@ -136,16 +137,16 @@ def relative_error(name: str, call: Callable[[], object], out: torch.Tensor, pro
     never does, and a race may show only there. They must leave the same bits.
 
     Raises:
-        SystemExit: Elements were left unwritten, it is off by more than `TOLERANCE`, or calls that follow each other leave
+        WrongResult: Elements were left unwritten, it is off by more than `TOLERANCE`, or calls that follow each other leave
             something else: nothing wrong is timed.
     """
     out.fill_(torch.nan)
     call()
     if bool(out.isnan().any()):
-        raise SystemExit(f"pq2: {name} left outputs unwritten, or NaN: not timed")
+        raise WrongResult(f"{name} left outputs unwritten, or NaN: not timed")
     error = deviation(out, product)
     if not error < TOLERANCE:
-        raise SystemExit(f"pq2: {name} is off by {error:.2e} against the float64 reference: not timed")
+        raise WrongResult(f"{name} is off by {error:.2e} against the float64 reference: not timed")
     alone = out.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -154,5 +155,5 @@ def relative_error(name: str, call: Callable[[], object], out: torch.Tensor, pro
     for _ in range(3):
         graph.replay()
         if not torch.equal(out, alone):
-            raise SystemExit(f"pq2: {name} gives other results when calls follow each other: not timed")
+            raise WrongResult(f"{name} gives other results when calls follow each other: not timed")
     return error

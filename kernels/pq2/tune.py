@@ -32,6 +32,7 @@ import torch
 from pq2 import dispatch, launches, prefill_wgmma, quantize, timing
 from pq2 import format as pq2_format
 from pq2.bench import in_turn, projections
+from pq2.errors import WrongResult
 from pq2.launches import Direct, Entry, Prefill, PrefillWgmma, Ring, Single, SingleRing
 from pq2.shapes import Projection
 
@@ -173,12 +174,12 @@ def best(n: int, k: int, m: int, entries: list[Entry]) -> tuple[Entry, dict[Entr
 
         try:
             timing.relative_error(str(entry), functools.partial(call, len(copies) - 1), out, product)
-        except SystemExit as wrong:  # it is told, and others may be right
-            print(wrong, flush=True)
+        except WrongResult as wrong:  # it is told, and others may be right
+            print(f"pq2.tune: {wrong}", flush=True)
             continue
         calls[str(entry)] = (call, len(copies))
     if not calls:
-        raise SystemExit(f"pq2.tune: no entry for M={m} {n}x{k} is right")
+        raise WrongResult(f"no entry for M={m} {n}x{k} is right")
     named = {str(entry): entry for entry in entries}
     times = timing.medians(timing.graph_times(calls, replays=3, least=timing.CALLS // 2))
     ranking = sorted(times, key=times.__getitem__)[:AGAIN]
@@ -355,4 +356,7 @@ def write(table: launches.Table) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except WrongResult as wrong:
+        sys.exit(f"pq2.tune: {wrong}")
