@@ -168,6 +168,8 @@ def make_parser() -> argparse.ArgumentParser:
     trace.add_argument("--json", action="store_true", help="machine-readable: every kernel with its full name")
     trace.set_defaults(action="trace")
 
+    _replay_commands(commands)
+
     server = commands.add_parser(
         "server",
         help="managed server environments",
@@ -247,6 +249,68 @@ def make_parser() -> argparse.ArgumentParser:
     fetch.add_argument("name", metavar="NAME", help="smollm2")
     fetch.set_defaults(action="model fetch")
     return parser
+
+
+def _replay_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    replay = commands.add_parser(
+        "replay",
+        help="linear layers of decode steps, alone",
+        description="Captures of the linear layers of decode steps: take one from a server.",
+        epilog="example: abharness replay capture experiments/decode.yaml -o captured\n",
+        formatter_class=raw,
+    )
+    _replay_capture(replay.add_subparsers(required=True, metavar="ACTION"))
+
+
+def _replay_capture(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    capture = actions.add_parser(
+        "capture",
+        help="capture them from a server",
+        description="Launch the server of one variant and copy what its linear layers get and give in decode steps, with "
+        "their weights as they are after loading, into a folder. The server runs eagerly (--enforce-eager), on one GPU.",
+        epilog="example: abharness replay capture experiments/decode.yaml -o captured --rows 8\n"
+        "example: abharness replay capture experiments/quickstart.yaml -o captured --layers 'layers\\.[0-3]\\.'\n\n"
+        "exit codes: 0 captured, 2 it cannot be done as asked, 4 the launch failed or showed too few steps, 5 it cannot be "
+        "written\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _spec_arguments(capture)
+    _files(
+        capture.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="new, or empty"),
+        DIRECTORIES,
+    )
+    capture.add_argument(
+        "--variant", choices=("baseline", "candidate"), default="candidate", help="whose server; default: candidate"
+    )
+    capture.add_argument(
+        "--layers", metavar="REGEX", help="only layers in whose module name this is found; default: every linear layer"
+    )
+    capture.add_argument(
+        "--rows",
+        metavar="N",
+        type=int,
+        action="append",
+        default=[],
+        help="rows (requests decoding together) of a step; repeatable; default: those of the decode workloads",
+    )
+    capture.add_argument("--steps", metavar="N", type=int, default=2, help="decode steps of each row count; default: 2")
+    capture.add_argument(
+        "--input-len",
+        metavar="N",
+        type=int,
+        help="prompt tokens of a request, more than the rows of any step; default: 64, or as many as the rows need",
+    )
+    capture.add_argument(
+        "--weights",
+        choices=("copy", "made"),
+        default="copy",
+        help="made: store no weights; who replays makes random ones of their sizes; default: copy",
+    )
+    capture.add_argument(
+        "--most-gib", metavar="G", type=float, default=16.0, help="most that may be written, GiB; default: 16"
+    )
+    capture.set_defaults(action="replay capture")
 
 
 def _color_argument(parser: argparse.ArgumentParser) -> None:

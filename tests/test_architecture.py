@@ -173,8 +173,9 @@ ASSEMBLERS = {"launch", "load", "tracing", "runner", "prepare", "provenance", "i
 # Of `replay`: what each of its modules may import, of the package and of the rest.
 REPLAY_ALLOWED: dict[str, set[str]] = {
     "replay.captures": {"base", "errors", "storage"},
+    "replay.capturing": {"errors", "probe", "storage"},
 }
-REPLAY_ASSEMBLERS: set[str] = set()
+REPLAY_ASSEMBLERS: set[str] = {"replay.actions_capture"}
 
 
 def imports(module: str, *, top_level: bool = False) -> set[str]:
