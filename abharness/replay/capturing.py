@@ -114,7 +114,7 @@ def result(said: Sequence[Mapping[str, Any]], wish: Wish) -> Mapping[str, Any]:
     if len(models) != 1:
         seen = f"{len(models)} processes loaded one" if models else "no process with the plugin loaded one"
         raise LaunchError(
-            f"no model to capture: {seen} (of {len(said)} with the plugin)",
+            f"no model to capture: {seen} (of {len(said)} with it)",
             hint="serve one model in one process: no data, pipeline or tensor parallelism",
         )
     (model,) = models
