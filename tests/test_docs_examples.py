@@ -28,7 +28,8 @@ from tests.markdown import ROOT, Fence, fences, pages, shown
 BIN = Path(__file__).parent / "docs_bin"
 
 NOT_RUN = re.compile(
-    r"abharness (server|model) |abharness verify-env --pid|python3 -m venv|tests/check|abharness trace baseline\.json"
+    r"abharness (server|model|replay capture) |abharness verify-env --pid|python3 -m venv|tests/check"
+    r"|abharness trace baseline\.json"
 )
 """Lines of `bash` blocks that are not run: they build, fetch, or need what only the reader has."""
 

@@ -303,8 +303,9 @@ for rows, file in capture["files"].items():
             torch.testing.assert_close(y.float(), exact, rtol=2**-7, atol=2**-7 * exact.abs().max().item())
             inputs.append(x)
             checked += 1
-        assert not torch.equal(inputs[0], inputs[1]), name
-        assert not torch.equal(inputs[0][0], inputs[0][1]), name
+        # The first layer's input is made of the token alone, and a small model says the same one again.
+        assert position == 0 or not torch.equal(inputs[0], inputs[1]), name
+        assert position == 0 or not torch.equal(inputs[0][0], inputs[0][1]), name
 print(checked)
 """
 

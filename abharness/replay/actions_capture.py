@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -110,7 +111,8 @@ def capture(options: Options, environ: Mapping[str, str], *, reporter: Reporter)
     except BaseException:
         capturing.forget(options.output)
         if made:
-            options.output.rmdir()
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                options.output.rmdir()
         raise
     return _summary(options.output, found)
 
