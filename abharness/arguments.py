@@ -246,7 +246,21 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example: abharness replay synthesize hybrid-27b -o captures/27b\n",
         formatter_class=raw,
     )
-    replay_parser.add_actions(replay.add_subparsers(required=True, metavar="ACTION"), FILES, DIRECTORIES)
+    replay_actions = replay.add_subparsers(required=True, metavar="ACTION")
+    capture = replay_actions.add_parser(
+        "capture",
+        help="capture layers from a server",
+        description="Launch the server of one variant and copy what its linear layers get and give in decode steps, with "
+        "their weights as they are after loading, into a folder. The server runs eagerly (--enforce-eager), on one GPU.",
+        epilog="example: abharness replay capture experiments/decode.yaml -o captured --rows 8\n"
+        "example: abharness replay capture experiments/quickstart.yaml -o captured --layers 'layers\\.[0-3]\\.'\n\n"
+        "exit codes: 0 captured, 2 it cannot be done as asked, 4 the launch failed or showed too few steps, 5 it cannot be "
+        "written\n",
+        formatter_class=raw,
+    )
+    _spec_arguments(capture)
+    replay_parser.add_capture(capture, DIRECTORIES)
+    replay_parser.add_actions(replay_actions, FILES, DIRECTORIES)
 
     model = commands.add_parser(
         "model",

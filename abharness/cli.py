@@ -231,6 +231,31 @@ def _trace(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _replay_capture(arguments: argparse.Namespace) -> int:
+    from abharness.progress import make_reporter
+    from abharness.replay import actions_capture
+
+    options = actions_capture.Options(
+        spec=arguments.spec,
+        output=arguments.output,
+        overrides=arguments.overrides,
+        variant=arguments.variant,
+        layers=arguments.layers,
+        rows=arguments.rows,
+        steps=arguments.steps,
+        input_len=arguments.input_len,
+        weights=arguments.weights,
+        most_gib=arguments.most_gib,
+    )
+    reporter = make_reporter()
+    try:
+        text = actions_capture.capture(options, os.environ, reporter=reporter)
+    finally:
+        reporter.close()
+    _out(text)
+    return 0
+
+
 def _server_install(arguments: argparse.Namespace) -> int:
     from abharness import environments
 
@@ -380,6 +405,7 @@ ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
     "compare": _compare,
     "export": _export,
     "trace": _trace,
+    "replay capture": _replay_capture,
     "server install": _server_install,
     "server list": _server_list,
     "server remove": _server_remove,

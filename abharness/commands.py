@@ -119,15 +119,15 @@ def run(
     prepare.make_missing_parts(spec, host, environ, reporter.note)
     if run_dir is None:
         run_dir = prepare.new_run_dir(spec, host, output)
-    with _claimed(host) as claim, claims.one_run_at_a_time(run_dir, host.scratch) as earlier:
+    with claimed(host) as claim, claims.one_run_at_a_time(run_dir, host.scratch) as earlier:
         if earlier is not None:
             claims.clear_dead(earlier, reporter.note)
-        _execute(spec, build_plan(spec, host), host, claim, run_dir, reporter)
+        execute(spec, build_plan(spec, host), host, claim, run_dir, reporter)
         return _report(run_dir, reporter)
 
 
 @contextlib.contextmanager
-def _claimed(host: Host) -> Iterator[claims.Holding]:
+def claimed(host: Host) -> Iterator[claims.Holding]:
     """Hold the scratch folder of a run, guarded; nothing of the run outlives the block, or this process."""
     with guard.guarding(host.scratch), claims.holding(host.scratch) as claim:
         probe.install(host.probe_site)
@@ -136,7 +136,7 @@ def _claimed(host: Host) -> Iterator[claims.Holding]:
         yield claim
 
 
-def _execute(
+def execute(
     spec: ExperimentSpec,
     plan: Plan,
     host: Host,
@@ -146,6 +146,12 @@ def _execute(
     *,
     kept: bool = True,
 ) -> None:
+    """Run the launches of a plan into a run folder; what ends one of them is in its record.
+
+    Raises:
+        AbharnessError: The run cannot go on.
+        KeyboardInterrupt: Asked to stop.
+    """
     Runner(
         spec,
         plan,
@@ -196,13 +202,13 @@ def verify_spec(spec: ExperimentSpec, environ: Mapping[str, str], *, reporter: R
     host = prepare.make_host(spec, environ)
     prepare.check_disk(host.scratch)
     prepare.make_missing_parts(spec, host, environ, reporter.note)
-    with _claimed(host) as claim:
+    with claimed(host) as claim:
         run_dir = host.scratch / "run"
         run_dir.mkdir()
         plan = build_plan(idle, host)
         for planned in plan.launches:
             # One at a time: a variant that fails must not keep the other from being checked.
-            _execute(idle, Plan(plan.config_hash, (planned,)), host, claim, run_dir, reporter, kept=False)
+            execute(idle, Plan(plan.config_hash, (planned,)), host, claim, run_dir, reporter, kept=False)
         texts: list[str] = []
         data: list[dict[str, Any]] = []
         codes: list[int] = []

@@ -34,10 +34,14 @@ PROBE_VARIABLE = "ABHARNESS_PROBE_DIR"
 PROBE_PLUGIN = "abharness_probe"
 """Name of the probe among vLLM's general plugins."""
 
+CAPTURE_VARIABLE = "ABHARNESS_CAPTURE"
+"""Configuration of the plugin that captures linear layers (`replay.inside.capture_plugin`); unset in every run."""
+
 OWNED_VARIABLES: dict[str, str] = {
     **dict.fromkeys(CACHE_VARIABLES, "every launch gets a new, empty directory"),
     SENTINEL_VARIABLE: "it proves which launch a process belongs to",
     PROBE_VARIABLE: "the probe reports there",
+    CAPTURE_VARIABLE: "abharness replay capture sets it",
     "SPT_NOENV": "it keeps renamed processes readable",
     "TMPDIR": "every launch gets its own",
 }

@@ -191,8 +191,9 @@ REPLAY_ALLOWED: dict[str, set[str]] = {
         "windows",
     },
     "replay.process": {"errors"},
+    "replay.capturing": {"errors", "probe", "storage"},
 }
-REPLAY_ASSEMBLERS = {"replay.measure", "replay.actions"}
+REPLAY_ASSEMBLERS = {"replay.measure", "replay.actions", "replay.actions_capture"}
 
 
 def imports(module: str, *, top_level: bool = False) -> set[str]:

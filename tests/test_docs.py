@@ -14,6 +14,8 @@ from abharness import __version__, arguments
 from abharness.codes import CODES
 from abharness.compare import EXIT_CODES
 from abharness.metrics import METRICS
+from abharness.replay import captures
+from abharness.replay.capturing import PLUGIN as CAPTURE_PLUGIN
 from abharness.spec import PROBE_PLUGIN
 from abharness.specload import parse_spec
 from tests import reference
@@ -164,7 +166,8 @@ def known_names() -> set[str]:
     names |= {path.stem for path in (ROOT / "abharness").glob("*.py")} | {
         path.stem for path in (ROOT / "tests").rglob("*.py")
     }
-    names.add(PROBE_PLUGIN)
+    names |= {PROBE_PLUGIN, CAPTURE_PLUGIN}
+    names |= {field for model in (captures.Capture, captures.Layer) for field in model.model_fields}
     events = [model.model_fields.get("event") for model in reference.EVENT_MODELS.values()]
     names |= {event.default for event in events if event is not None}
     names |= set(reference.PARQUET["telemetry"][1]) | set(reference.PARQUET["kernels"][1])

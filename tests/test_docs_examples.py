@@ -29,7 +29,7 @@ BIN = Path(__file__).parent / "docs_bin"
 
 NOT_RUN = re.compile(
     r"abharness (server|model) |abharness verify-env --pid|python3 -m venv|tests/check|abharness trace baseline\.json"
-    r"|abharness replay (run|calibrate|tune|validate|positions) "
+    r"|abharness replay (capture|run|calibrate|tune|validate|positions) "
 )
 """Lines of `bash` blocks that are not run: they build, fetch, or need what only the reader has."""
 

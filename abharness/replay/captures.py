@@ -54,6 +54,8 @@ class Layer(Model):
         k: Columns of its input.
         bias: Whether a bias is added.
         tensors: Its parameters and buffers after loading, by name; none where weights are made.
+        loaded: The tensors are as loaded, not as prepared: what was prepared of them is no tensor of the layer, as are
+            the packed weights of vLLM on a CPU.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -63,6 +65,7 @@ class Layer(Model):
     k: Size
     bias: bool = False
     tensors: dict[str, StoredTensor] = {}
+    loaded: bool = False
 
     @property
     def shape(self) -> str:

@@ -23,6 +23,48 @@ EXIT_CODES = """exit codes:
 """
 
 
+def add_capture(parser: argparse.ArgumentParser, directories: dict[str, str]) -> None:
+    """Add the arguments of `replay capture` but for those that every command with a spec has.
+
+    Args:
+        parser: Its parser.
+        directories: How a completion script completes a folder.
+    """
+    output = parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="new, or empty")
+    output.complete = directories  # type: ignore[attr-defined]  # read by shtab
+    parser.add_argument(
+        "--variant", choices=("baseline", "candidate"), default="candidate", help="whose server; default: candidate"
+    )
+    parser.add_argument(
+        "--layers", metavar="REGEX", help="only layers in whose module name this is found; default: every linear layer"
+    )
+    parser.add_argument(
+        "--rows",
+        metavar="N",
+        type=int,
+        action="append",
+        default=[],
+        help="rows (requests decoding together) of a step; repeatable; default: those of the decode workloads",
+    )
+    parser.add_argument("--steps", metavar="N", type=int, default=2, help="decode steps of each row count; default: 2")
+    parser.add_argument(
+        "--input-len",
+        metavar="N",
+        type=int,
+        help="prompt tokens of a request, more than the rows of any step; default: 64, or as many as the rows need",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("copy", "made"),
+        default="copy",
+        help="made: store no weights; who replays makes random ones of their sizes; default: copy",
+    )
+    parser.add_argument(
+        "--most-gib", metavar="G", type=float, default=16.0, help="most that may be written, GiB; default: 16"
+    )
+    parser.set_defaults(action="replay capture")
+
+
 def add_actions(actions: Any, files: dict[str, str], directories: dict[str, str]) -> None:
     """Add the actions to the subparsers of `replay`.
 
