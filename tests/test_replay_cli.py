@@ -283,7 +283,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(bench: Bench, argu
     done = bench.replay("run", {"old": OLD}, "--production", "old", *arguments)
     assert done.code == 2, done.err
     assert told in done.err
-    assert not list(bench.folder.glob("results/*/*/replay.json"))
+    assert not (bench.folder / "results").exists()
 
 
 def test_who_else_is_on_the_gpu_and_what_holds_its_clock_are_told(bench: Bench) -> None:

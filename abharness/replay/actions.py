@@ -138,15 +138,13 @@ def run(
     Raises:
         AbharnessError: It could not be carried out; what was measured is on disk.
     """
-    setup, rows_asked = _setup(where, "run", environ)
+    setup, rows_asked = _setup(where, environ)
     calibration = _read_calibration(calibration_file)
     for rows in rows_asked if calibration is not None else []:
         calibrating.at_rows(calibration, rows)  # type: ignore[arg-type]  # refused before anything is measured
     serving_mhz: dict[int, float] = {}
     with measure.session(setup, "run", PRODUCTION, environ, say) as session:
-        if calibration is not None and calibration_file is not None:
-            _require_applies(calibration, calibration_file, session)
-            session.update(calibration=str(calibration_file))
+        _apply(calibration, calibration_file, session)
         for rows in rows_asked:
             session.load(rows)
             named = [Function(PRODUCTION, production), *candidates]
@@ -160,7 +158,7 @@ def run(
                 spins = calibrating.spins(gaps_s, scale, clock_mhz)
                 for one in checked:
                     session.try_segment(one.name, spins, scale)
-    return _written(setup, view.replay_text(session.replay, serving_mhz))
+    return _written(session, view.replay_text(session.replay, serving_mhz))
 
 
 def calibrate(
@@ -172,7 +170,7 @@ def calibrate(
         AbharnessError: It could not be carried out; what was measured is on disk.
     """
     served = serving.open_run(run_folder)
-    setup, rows_asked = _setup(where, "calibrate", environ)
+    setup, rows_asked = _setup(where, environ)
     found: dict[int, RowCalibration] = {}
     states = {rows: serving.serving(served, variant, rows) for rows in rows_asked}
     steps = {rows: serving.decode_steps(served, variant, rows) for rows in rows_asked}
@@ -223,9 +221,9 @@ def calibrate(
                 serving=str(run_folder),
                 rows=found,
             )
-            write_model(setup.output / CALIBRATION_FILE, calibration)
+            write_model(session.folder / CALIBRATION_FILE, calibration)
     text = view.calibration_text(calibration)
-    return _written(setup, text + "".join(f"note: {one}\n" for one in session.replay.notes))
+    return _written(session, text + "".join(f"note: {one}\n" for one in session.replay.notes))
 
 
 def tune(
@@ -256,13 +254,11 @@ def tune(
     Raises:
         AbharnessError: It could not be carried out; what was measured is on disk.
     """
-    setup, rows_asked = _setup(where, "tune", environ)
+    setup, rows_asked = _setup(where, environ)
     calibration = _read_calibration(calibration_file)
     rankings: list[tuning.Ranking] = []
     with measure.session(setup, "tune", PRODUCTION, environ, say) as session:
-        if calibration is not None and calibration_file is not None:
-            _require_applies(calibration, calibration_file, session)
-            session.update(calibration=str(calibration_file))
+        _apply(calibration, calibration_file, session)
         for rows in rows_asked:
             session.load(rows)
             spins, scale = None, None
@@ -276,7 +272,7 @@ def tune(
     text = "\n".join(view.ranking_text(one) for one in rankings)
     if table is not None:
         text += f"table: {table[1]}\n" if any(chosen.values()) else "no table: nothing is faster than production\n"
-    return _written(setup, text + "".join(f"note: {one}\n" for one in session.replay.notes))
+    return _written(session, text + "".join(f"note: {one}\n" for one in session.replay.notes))
 
 
 def _tune_rows(
@@ -369,7 +365,7 @@ def validate_run(replay_folder: Path, candidate: str, run_folder: Path) -> str:
     return text
 
 
-def _setup(where: Where, kind: str, environ: Mapping[str, str]) -> tuple[Setup, list[int]]:
+def _setup(where: Where, environ: Mapping[str, str]) -> tuple[Setup, list[int]]:
     capture: Capture = read_capture(where.capture)
     rows = list(dict.fromkeys(where.rows)) or list(capture.rows)
     unknown = [one for one in rows if one not in capture.rows]
@@ -392,7 +388,6 @@ def _setup(where: Where, kind: str, environ: Mapping[str, str]) -> tuple[Setup, 
     reference = where.reference
     if reference is None and capture.weights == "made" and where.maker == DENSE_WEIGHTS:
         reference = DENSE_REFERENCE
-    output = measure.new_folder(where.output, capture.name, kind)
     setup = Setup(
         folder=where.capture,
         capture=capture,
@@ -405,7 +400,7 @@ def _setup(where: Where, kind: str, environ: Mapping[str, str]) -> tuple[Setup, 
         tolerance=where.tolerance,
         seconds=where.seconds,
         pause_s=where.pause_s,
-        output=output,
+        output=where.output,
     )
     return setup, rows
 
@@ -419,7 +414,10 @@ def _require_production(session: Session, rows: int) -> None:
         )
 
 
-def _require_applies(calibration: Calibration, path: Path, session: Session) -> None:
+def _apply(calibration: Calibration | None, path: Path | None, session: Session) -> None:
+    """Note that a calibration is used; refuse one that does not hold here."""
+    if calibration is None:
+        return
     replay = session.replay
     reasons = calibrating.does_not_apply(calibration, replay.device, replay.positions, replay.model)
     if reasons:
@@ -427,6 +425,7 @@ def _require_applies(calibration: Calibration, path: Path, session: Session) -> 
             f"{path} does not apply here: {'; '.join(reasons)}",
             hint="calibrate here: abharness replay calibrate; or leave --calibration out: the replay is then without spins",
         )
+    session.update(calibration=str(path))
 
 
 def _read_calibration(path: Path | None) -> Calibration | None:
@@ -451,6 +450,6 @@ def _point(segment: Segment, scale: float) -> Point:
     return Point(scale=scale, power_w=gpu.power_mean_w, sm_clock_mhz=gpu.sm_clock_mhz, step_s=segment.step_s)
 
 
-def _written(setup: Setup, text: str) -> Done:
-    write_text_atomic(setup.output / REPORT_FILE, text)
-    return Done(text, setup.output)
+def _written(session: Session, text: str) -> Done:
+    write_text_atomic(session.folder / REPORT_FILE, text)
+    return Done(text, session.folder)

@@ -69,7 +69,7 @@ class Setup:
         tolerance: Largest relative error of a position.
         seconds: Of a segment.
         pause_s: Before each segment but the first: the device rests.
-        output: Folder of the record, which is there.
+        output: Folder of results, below which the record gets a folder.
     """
 
     folder: Path
@@ -91,6 +91,7 @@ class Session:
 
     Attributes:
         replay: The record so far; it is on disk after every segment.
+        folder: Where; it is made when the capture was loaded, so that what is refused leaves nothing.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Session:
         self._sequences: dict[str, list[tuple[str, ...]]] = {}
         capture = setup.capture
         described = self._load(capture.rows[0])
+        self.folder = _new_folder(setup.output, capture.name, kind)
         known = gpu.describe()
         own: dict[str, Any] = next(
             (one for one in known.get("devices", []) if one.get("uuid") == described.get("uuid")), {}
@@ -152,7 +154,7 @@ class Session:
     def update(self, **changes: Any) -> None:
         """Change the record, and write it."""
         self.replay = self.replay.model_copy(update=changes)
-        write_model(self.setup.output / REPLAY_FILE, self.replay)
+        write_model(self.folder / REPLAY_FILE, self.replay)
 
     def _load(self, rows: int) -> dict[str, Any]:
         setup = self.setup
@@ -413,7 +415,7 @@ def session(
         found.update(status="completed")
 
 
-def new_folder(output: Path, capture: str, kind: str) -> Path:
+def _new_folder(output: Path, capture: str, kind: str) -> Path:
     """Make the folder of a new record.
 
     Raises:
