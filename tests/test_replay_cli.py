@@ -218,6 +218,10 @@ def test_a_calibration_of_another_card_is_refused(bench: Bench) -> None:
     other = bench.replay("run", {"old": OLD}, "--production", "old", "--calibration", str(path), "--rows", "4")
     assert other.code == 2
     assert "has 1 rows, and 4 is not between them" in other.err
+    made = len(list(bench.folder.glob("results/*/*")))
+    tune = ("--function", "old", "--options", "options", "--calibration", str(path), "--rows", "1", "--rows", "4")
+    assert bench.replay("tune", {"old": OLD, "options": {"us": 0, "options": []}}, *tune).code == 2
+    assert len(list(bench.folder.glob("results/*/*"))) == made  # before anything ran
 
 
 def test_calibrating_with_another_kernel_than_the_server_ran_is_refused(bench: Bench) -> None:

@@ -139,9 +139,7 @@ def run(
         AbharnessError: It could not be carried out; what was measured is on disk.
     """
     setup, rows_asked = _setup(where, environ)
-    calibration = _read_calibration(calibration_file)
-    for rows in rows_asked if calibration is not None else []:
-        calibrating.at_rows(calibration, rows)  # type: ignore[arg-type]  # refused before anything is measured
+    calibration = _read_calibration(calibration_file, rows_asked)
     serving_mhz: dict[int, float] = {}
     with measure.session(setup, "run", PRODUCTION, environ, say) as session:
         _apply(calibration, calibration_file, session)
@@ -255,7 +253,7 @@ def tune(
         AbharnessError: It could not be carried out; what was measured is on disk.
     """
     setup, rows_asked = _setup(where, environ)
-    calibration = _read_calibration(calibration_file)
+    calibration = _read_calibration(calibration_file, rows_asked)
     rankings: list[tuning.Ranking] = []
     with measure.session(setup, "tune", PRODUCTION, environ, say) as session:
         _apply(calibration, calibration_file, session)
@@ -428,10 +426,14 @@ def _apply(calibration: Calibration | None, path: Path | None, session: Session)
     session.update(calibration=str(path))
 
 
-def _read_calibration(path: Path | None) -> Calibration | None:
+def _read_calibration(path: Path | None, rows: Sequence[int]) -> Calibration | None:
+    """The calibration, if one is given; refused before anything is measured where it does not cover a row count."""
     if path is None:
         return None
-    return read_record(path / CALIBRATION_FILE if path.is_dir() else path, Calibration)
+    found = read_record(path / CALIBRATION_FILE if path.is_dir() else path, Calibration)
+    for one in rows:
+        calibrating.at_rows(found, one)
+    return found
 
 
 def _sequences(segment: Segment) -> list[tuple[str, ...]]:

@@ -51,13 +51,19 @@ def legacy(layer: Any, rotation: int = 0) -> Call:
     return _by_set(layer, "legacy", rotation)
 
 
-def reference(layer: Any, rotation: int = 0) -> Call:
+def reference(layer: Any, rotation: int = 0, columns: int | None = None) -> Call:
     """What all of them compute, in float64, on any device.
+
+    Args:
+        layer: The layer.
+        rotation: Its block size.
+        columns: So many of the result, from the first on: a head in float64 takes 10 GB. None is all.
 
     Raises:
         FormatError: The layer is none of PQ2's.
     """
-    weight, signs = _weight(layer), _signs(layer, rotation)
+    whole, signs = _weight(layer), _signs(layer, rotation)
+    weight = pq2_format.Prepared(whole.data, whole.codes[:columns], whole.scales[:columns])
 
     def call(x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -114,7 +120,12 @@ def _with_bias(layer: Any, call: Call) -> Call:
     if not layer.bias:
         return call
     bias = layer.tensors["bias"]
-    return lambda x: call(x) + bias
+
+    def added(x: torch.Tensor) -> torch.Tensor:
+        result = call(x)
+        return result + bias[: result.shape[1]]
+
+    return added
 
 
 def _weight(layer: Any) -> pq2_format.Prepared:

@@ -51,6 +51,7 @@ def test_a_rotation_and_a_bias_are_the_layers() -> None:
     weight = pq2_format.view(rotated.tensors["weight"], 48, 256)
     wanted = reference.matmul(quantize.rotate(x, signs, 256), weight) + bias
     assert torch.equal(replaying.reference(rotated, rotation=256)(x), wanted)
+    assert torch.equal(replaying.reference(rotated, rotation=256, columns=7)(x), wanted[:, :7])
     got = replaying.tuned(rotated, rotation=256)(x)
     assert float((got.double() - wanted).norm() / wanted.norm()) < 2e-6
 
