@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from abharness.commands import RunResult
     from abharness.compare import Comparison
     from abharness.progress import Reporter
-    from abharness.replay.actions import Done, Where
+    from abharness.replay.actions import Done
+    from abharness.replay.measure import Setup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -355,8 +356,9 @@ def _replay_validate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _replayed(arguments: argparse.Namespace) -> Where:
-    from abharness.replay.actions import Where
+def _replayed(arguments: argparse.Namespace) -> Setup:
+    from abharness.replay.actions import parse_env
+    from abharness.replay.measure import Setup
 
     if not 0 < arguments.seconds <= 600:
         raise _usage(f"--seconds {arguments.seconds:g}: expected more than 0 and at most 600")
@@ -364,12 +366,12 @@ def _replayed(arguments: argparse.Namespace) -> Where:
         raise _usage(f"--pause {arguments.pause:g}: expected 0 to 600 seconds")
     if not 0 < arguments.tolerance < 1:
         raise _usage(f"--tolerance {arguments.tolerance:g}: expected more than 0 and less than 1")
-    return Where(
-        capture=arguments.capture,
+    return Setup(
+        folder=arguments.capture,
         rows=_row_counts(arguments),
         python=arguments.python,
         kernels=arguments.kernels,
-        env=arguments.env,
+        env=parse_env(arguments.env),
         device=arguments.device,
         maker=arguments.weights_by,
         reference=arguments.reference,

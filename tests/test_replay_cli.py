@@ -147,6 +147,24 @@ def test_results_that_differ_when_calls_follow_each_other_are_not_timed(bench: B
     assert [one.candidate for one in done.replay.segments] == ["production"]
 
 
+def test_production_whose_results_differ_in_a_graph_ends_it(bench: Bench) -> None:
+    racing = OLD | {"differs": "it gives other results when calls follow each other: not timed"}
+    done = bench.replay("run", {"old": racing, "new": NEW}, "--production", "old", "--candidate", "new=new")
+    assert done.code == 4
+    assert "other results when calls follow each other" in done.err
+    assert "there is nothing to compare with" in done.err
+
+
+def test_a_candidate_that_a_graph_refused_is_not_timed_with_spins_either(bench: Bench) -> None:
+    folder = str(calibrated(bench))
+    racing = NEW | {"differs": "it gives other results when calls follow each other: not timed"}
+    arguments = ("--production", "old", "--candidate", "new=new", "--calibration", folder)
+    done = bench.replay("run", {"old": OLD, "new": racing}, *arguments)
+    assert done.code == 0, done.err
+    assert done.err.count("other results") == 1
+    assert [(one.candidate, one.proxy) for one in done.replay.segments] == [("production", False), ("production", True)]
+
+
 def test_a_trace_that_lost_a_kernel_leaves_positions_unknown_and_the_step_timed(bench: Bench) -> None:
     done = bench.replay("run", {"old": OLD | {"loses": True}}, "--production", "old")
     assert done.code == 0, done.err

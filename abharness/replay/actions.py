@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from abharness.errors import ReplayError, UsageError
 from abharness.record import Variant
 from abharness.replay import attribution, measure, serving, tuning, view
 from abharness.replay import calibration as calibrating
-from abharness.replay.captures import CAPTURE_FILE, Capture, read_capture, write_capture
+from abharness.replay.captures import CAPTURE_FILE, Capture, read_capture, require_new, write_capture
 from abharness.replay.measure import Function, Session, Setup
 from abharness.replay.parser import DENSE
 from abharness.replay.records import (
@@ -41,39 +40,6 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """How a capture is replayed, as the command line says.
-
-    Attributes:
-        capture: Folder of the capture.
-        rows: Row counts; none takes the capture's.
-        python: Interpreter, as in a spec.
-        kernels: Folders of kernels.
-        env: `NAME=VALUE` texts.
-        device: `cuda` or `cpu`; None takes a GPU where NVML sees one and refuses otherwise.
-        maker: Function that makes weights; None is for dense ones.
-        reference: Function that gives what results must be.
-        tolerance: Largest relative error.
-        seconds: Of a segment.
-        pause_s: Between segments.
-        output: Folder of results.
-    """
-
-    capture: Path
-    rows: Sequence[int]
-    python: str | None
-    kernels: Sequence[str]
-    env: Sequence[str]
-    device: Literal["cuda", "cpu"]
-    maker: str
-    reference: str | None
-    tolerance: float
-    seconds: float
-    pause_s: float
-    output: Path
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
     """Outcome of a command: the text for stdout, and where the records are."""
 
@@ -88,8 +54,7 @@ def synthesize(sizes: str, folder: Path, rows: Sequence[int]) -> str:
         UsageError: The sizes are not understood, or the folder is not empty.
     """
     capture = make_capture(read_sizes(sizes), rows)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is not empty", hint="give a new folder")
+    require_new(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_capture(folder, capture)
     return view.capture_text(capture)
@@ -125,8 +90,23 @@ def parse_candidates(texts: Sequence[str]) -> list[Function]:
     return found
 
 
+def parse_env(texts: Sequence[str]) -> dict[str, str]:
+    """`NAME=VALUE` texts.
+
+    Raises:
+        UsageError: One is not of this form.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--env {text}: expected NAME=VALUE")
+        found[name] = value
+    return found
+
+
 def run(
-    where: Where,
+    setup: Setup,
     production: str,
     candidates: Sequence[Function],
     calibration_file: Path | None,
@@ -138,29 +118,29 @@ def run(
     Raises:
         AbharnessError: It could not be carried out; what was measured is on disk.
     """
-    setup, rows_asked = _setup(where, environ)
-    calibration = _read_calibration(calibration_file, rows_asked)
+    setup, capture = _opened(setup, environ)
+    calibration = _read_calibration(calibration_file, setup.rows)
     serving_mhz: dict[int, float] = {}
-    with measure.session(setup, "run", PRODUCTION, environ, say) as session:
+    with measure.session(setup, capture, "run", PRODUCTION, environ, say) as session:
         _apply(calibration, calibration_file, session)
-        for rows in rows_asked:
+        for rows in setup.rows:
             session.load(rows)
             named = [Function(PRODUCTION, production), *candidates]
             checked = [one for one in named if session.check(one).wrong is None]
             _require_production(session, rows)
-            for one in checked:
-                session.try_segment(one.name)
+            right = [one for one in checked if session.try_segment(one.name) is not None]
+            _require_production(session, rows)
             if calibration is not None:
                 gaps_s, scale, clock_mhz = calibrating.at_rows(calibration, rows)
                 serving_mhz[rows] = clock_mhz
                 spins = calibrating.spins(gaps_s, scale, clock_mhz)
-                for one in checked:
+                for one in right:
                     session.try_segment(one.name, spins, scale)
     return _written(session, view.replay_text(session.replay, serving_mhz))
 
 
 def calibrate(
-    where: Where, production: str, run_folder: Path, variant: Variant, environ: Mapping[str, str], say: Say
+    setup: Setup, production: str, run_folder: Path, variant: Variant, environ: Mapping[str, str], say: Say
 ) -> Done:
     """Size the spins from a served run's traced steps, and find the length at which a replay is in its state.
 
@@ -168,18 +148,18 @@ def calibrate(
         AbharnessError: It could not be carried out; what was measured is on disk.
     """
     served = serving.open_run(run_folder)
-    setup, rows_asked = _setup(where, environ)
+    setup, capture = _opened(setup, environ)
     found: dict[int, RowCalibration] = {}
-    states = {rows: serving.serving(served, variant, rows) for rows in rows_asked}
-    steps = {rows: serving.decode_steps(served, variant, rows) for rows in rows_asked}
+    states = {rows: serving.serving(served, variant, rows) for rows in setup.rows}
+    steps = {rows: serving.decode_steps(served, variant, rows) for rows in setup.rows}
     for state in states.values():
         if state.power_w is None or state.sm_clock_mhz is None:
             raise UsageError(
                 f"{run_folder}: power and clock at {state.rows} rows are not on record: there is nothing to calibrate to"
             )
-    with measure.session(setup, "calibrate", PRODUCTION, environ, say) as session:
+    with measure.session(setup, capture, "calibrate", PRODUCTION, environ, say) as session:
         replay = session.replay
-        for rows in rows_asked:
+        for rows in setup.rows:
             state = states[rows]
             session.load(rows)
             session.check(Function(PRODUCTION, production))
@@ -225,7 +205,7 @@ def calibrate(
 
 
 def tune(
-    where: Where,
+    setup: Setup,
     function: str,
     provider: str,
     calibration_file: Path | None,
@@ -239,7 +219,7 @@ def tune(
     """Replay production, every option, production again; rank them by shape where the machine did not drift.
 
     Args:
-        where: The capture and how it is replayed.
+        setup: The capture and how it is replayed.
         function: What makes a layer's call; its options are tuned, and without any it is production.
         provider: What gives the options of a shape.
         calibration_file: Spins for the step, or None.
@@ -252,12 +232,12 @@ def tune(
     Raises:
         AbharnessError: It could not be carried out; what was measured is on disk.
     """
-    setup, rows_asked = _setup(where, environ)
-    calibration = _read_calibration(calibration_file, rows_asked)
+    setup, capture = _opened(setup, environ)
+    calibration = _read_calibration(calibration_file, setup.rows)
     rankings: list[tuning.Ranking] = []
-    with measure.session(setup, "tune", PRODUCTION, environ, say) as session:
+    with measure.session(setup, capture, "tune", PRODUCTION, environ, say) as session:
         _apply(calibration, calibration_file, session)
-        for rows in rows_asked:
+        for rows in setup.rows:
             session.load(rows)
             spins, scale = None, None
             if calibration is not None:
@@ -363,44 +343,27 @@ def validate_run(replay_folder: Path, candidate: str, run_folder: Path) -> str:
     return text
 
 
-def _setup(where: Where, environ: Mapping[str, str]) -> tuple[Setup, list[int]]:
-    capture: Capture = read_capture(where.capture)
-    rows = list(dict.fromkeys(where.rows)) or list(capture.rows)
+def _opened(setup: Setup, environ: Mapping[str, str]) -> tuple[Setup, Capture]:
+    """The capture, and the setup with what it says: row counts where none are asked for, and a reference."""
+    capture = read_capture(setup.folder)
+    rows = tuple(dict.fromkeys(setup.rows)) or capture.rows
     unknown = [one for one in rows if one not in capture.rows]
     if unknown and capture.files:
         raise UsageError(
             f"--rows {unknown[0]}: the capture has {', '.join(map(str, capture.rows))}",
             hint="capture that row count, too",
         )
-    env: dict[str, str] = {}
-    for text in where.env:
-        name, equals, value = text.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--env {text}: expected NAME=VALUE")
-        env[name] = value
-    if where.device == "cuda" and not open_gpu(environ).uuids():
-        raise UsageError(
-            f"no GPU: {open_gpu(environ).describe().get('absent')}",
-            hint="--device cpu replays on the CPU: without graphs, clocks or power",
-        )
-    reference = where.reference
-    if reference is None and capture.weights == "made" and where.maker == DENSE_WEIGHTS:
+    if setup.device == "cuda":
+        gpu = open_gpu(environ)
+        if not gpu.uuids():
+            raise UsageError(
+                f"no GPU: {gpu.describe().get('absent')}",
+                hint="--device cpu replays on the CPU: without graphs, clocks or power",
+            )
+    reference = setup.reference
+    if reference is None and capture.weights == "made" and setup.maker == DENSE_WEIGHTS:
         reference = DENSE_REFERENCE
-    setup = Setup(
-        folder=where.capture,
-        capture=capture,
-        python=where.python,
-        kernels=where.kernels,
-        env=env,
-        device=where.device,
-        maker=where.maker,
-        reference=reference,
-        tolerance=where.tolerance,
-        seconds=where.seconds,
-        pause_s=where.pause_s,
-        output=where.output,
-    )
-    return setup, rows
+    return replace(setup, rows=rows, reference=reference), capture
 
 
 def _require_production(session: Session, rows: int) -> None:

@@ -18,7 +18,7 @@ from abharness.plan import Host, Plan, PlannedLaunch, build_plan, shapes
 from abharness.progress import Reporter
 from abharness.record import RunRecord, Variant
 from abharness.replay import capturing, view
-from abharness.replay.captures import Capture, Layer, write_capture
+from abharness.replay.captures import Capture, Layer, require_new, write_capture
 from abharness.reported import without_counts
 from abharness.runs import RUN_FILE, Launch, launches_dir, read_launch
 from abharness.spec import (
@@ -118,12 +118,7 @@ def capture(options: Options, environ: Mapping[str, str], *, reporter: Reporter)
 
 
 def _check_options(options: Options) -> None:
-    folder = options.output
-    hint = "name a new or empty folder with -o; nothing is overwritten"
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"-o {folder}: not a folder", hint=hint)
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"-o {folder}: not empty", hint=hint)
+    require_new(options.output)
     try:
         re.compile(options.layers or "")
     except (re.error, OverflowError, RecursionError) as error:

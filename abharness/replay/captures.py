@@ -115,6 +115,19 @@ class Capture(Model):
         return dict(Counter(layer.shape for layer in self.positions))
 
 
+def require_new(folder: Path) -> None:
+    """Refuse a folder that a capture would be written over.
+
+    Raises:
+        UsageError: It is a file, or not empty.
+    """
+    hint = "name a new or empty folder with -o; nothing is overwritten"
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"-o {folder}: not a folder", hint=hint)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"-o {folder}: not empty", hint=hint)
+
+
 def write_capture(folder: Path, capture: Capture) -> None:
     """Write `capture.json`, last: a folder that has one is whole."""
     write_model(folder / CAPTURE_FILE, capture)

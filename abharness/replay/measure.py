@@ -59,7 +59,7 @@ class Setup:
 
     Attributes:
         folder: The capture's.
-        capture: What is in it.
+        rows: Row counts, in the order in which they are replayed; none takes the capture's.
         python: Interpreter: None is this one, a path, or `managed:cpu`.
         kernels: Folders of kernels for its PYTHONPATH.
         env: Further variables.
@@ -73,7 +73,7 @@ class Setup:
     """
 
     folder: Path
-    capture: Capture
+    rows: Sequence[int]
     python: str | None
     kernels: Sequence[str]
     env: Mapping[str, str]
@@ -90,6 +90,8 @@ class Session:
     """A worker with a capture, the GPU's sampler beside it, and the record that both fill.
 
     Attributes:
+        setup: As it was given.
+        capture: What is replayed.
         replay: The record so far; it is on disk after every segment.
         folder: Where; it is made when the capture was loaded, so that what is refused leaves nothing.
     """
@@ -97,6 +99,7 @@ class Session:
     def __init__(
         self,
         setup: Setup,
+        capture: Capture,
         kind: Literal["run", "calibrate", "tune"],
         production: str,
         worker: Worker,
@@ -106,14 +109,14 @@ class Session:
         say: Callable[[str], None],
     ) -> None:
         self.setup = setup
+        self.capture = capture
         self._worker = worker
         self._sampler = sampler
         self._say = say
         self._copies = 1
-        self._loaded: int | None = None
+        self._rows = setup.rows[0]
         self._sequences: dict[str, list[tuple[str, ...]]] = {}
-        capture = setup.capture
-        described = self._load(capture.rows[0])
+        described = self._load(self._rows)
         self.folder = _new_folder(setup.output, capture.name, kind)
         known = gpu.describe()
         own: dict[str, Any] = next(
@@ -161,18 +164,18 @@ class Session:
         done = self._worker.ask(
             "load",
             folder=str(setup.folder.resolve()),
-            capture=setup.capture.model_dump(mode="json", exclude={"server"}),
+            capture=self.capture.model_dump(mode="json", exclude={"server"}),
             rows=rows,
             device=setup.device,
             maker=setup.maker,
         )
-        self._copies, self._loaded = done["copies"], rows
+        self._copies, self._rows = done["copies"], rows
         self._sequences = {}
         return done
 
     def load(self, rows: int) -> None:
         """Bring a row count to the device."""
-        if self._loaded != rows:
+        if self._rows != rows:
             self._load(rows)
 
     def options(self, provider: str) -> dict[str, list[dict[str, Any]]]:
@@ -191,7 +194,6 @@ class Session:
             UsageError: It cannot be built.
             ReplayError: The worker failed.
         """
-        assert self._loaded is not None
         done = self._worker.ask(
             "candidate",
             name=candidate.name,
@@ -200,7 +202,7 @@ class Session:
             by_shape={shape: dict(options) for shape, options in candidate.by_shape.items()},
             reference=self.setup.reference,
         )
-        found = _judged(candidate, self._loaded, done, self.setup.capture, self.setup.tolerance)
+        found = _judged(candidate, self._rows, done, self.capture, self.setup.tolerance)
         if found.reference == "production":
             self.note("no reference: results are compared with those of production alone (--reference)")
         if found.wrong is None:
@@ -219,7 +221,7 @@ class Session:
         path = self._worker.scratch / "marked.json"
         self._worker.ask("profile", name=name, path=str(path), replays=1, marked=True)
         marked = [kernel.name for kernel in attribution.intervals(read_trace(path).kernels)]
-        return attribution.learn(marked, len(self.setup.capture.order))
+        return attribution.learn(marked, len(self.capture.order))
 
     def segment(
         self, name: str, spins: Sequence[int] | None = None, scale: float | None = None, *, profiled: bool = True
@@ -236,12 +238,9 @@ class Session:
             UsageError: Its graph gives other results than its calls alone.
             ReplayError: The worker failed.
         """
-        assert self._loaded is not None
         made = self._worker.ask("capture", name=name, spins=None if spins is None else list(spins))
         checks = [
-            one.model_copy(update={"compared": made["compared"]})
-            if (one.name, one.rows) == (name, self._loaded)
-            else one
+            one.model_copy(update={"compared": made["compared"]}) if (one.name, one.rows) == (name, self._rows) else one
             for one in self.replay.checks
         ]
         if self.replay.segments:
@@ -251,7 +250,7 @@ class Session:
         cuts = statistics.quantiles(times, n=10) if len(times) > 1 else [times[0]] * 9
         found = Segment(
             candidate=name,
-            rows=self._loaded,
+            rows=self._rows,
             proxy=spins is not None,
             scale=scale,
             started_s=done["started_s"],
@@ -280,7 +279,7 @@ class Session:
         except UsageError as refusal:
             wrong = str(refusal)
         self._say(f"{name}: {wrong}")
-        asked = (name, self._loaded)
+        asked = (name, self._rows)
         checks = [
             one.model_copy(update={"wrong": wrong}) if (one.name, one.rows) == asked else one
             for one in self.replay.checks
@@ -369,12 +368,13 @@ def segment_line(found: Segment) -> str:
 @contextlib.contextmanager
 def session(
     setup: Setup,
+    capture: Capture,
     kind: Literal["run", "calibrate", "tune"],
     production: str,
     environ: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Iterator[Session]:
-    """Start a worker with the capture's first row count, and sample the GPU until the block ends.
+    """Start a worker with the first row count of a capture, and sample the GPU until the block ends.
 
     Raises:
         UsageError: The interpreter, a kernel folder or the capture cannot be used.
@@ -394,7 +394,7 @@ def session(
             kernelfolder.install(site, folders)
         busy = {uuid: len(gpu.compute_pids(uuid)) for uuid in gpu.uuids()}
         worker = stack.enter_context(Worker(python, env, [site] if folders else []))
-        found = Session(setup, kind, production, worker, sampler, gpu, told, say)
+        found = Session(setup, capture, kind, production, worker, sampler, gpu, told, say)
         others = busy.get(found.replay.device.uuid or "", 0)
         if others:
             found.note(
