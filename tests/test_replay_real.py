@@ -113,9 +113,11 @@ def test_pq2s_reference_replays_on_a_cpu_and_its_kernels_say_that_they_do_not(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pq2 = ("--kernels", str(ROOT / "kernels" / "pq2"), "--weights-by", "pq2.replaying:weights")
-    assert replay("run", *pq2, "--production", "pq2.replaying:reference", "--reference", "pq2.replaying:reference") == 0
+    functions = ("--production", "pq2.replaying:reference", "--reference", "pq2.replaying:reference")
+    assert replay("run", *pq2, *functions, "--rows", "2", "--rows", "3") == 0  # weights stay from one to the next
     found = newest(here)
-    assert found.checks[0].worst_relative_error == 0
+    assert [(one.rows, one.worst_relative_error) for one in found.checks] == [(2, 0.0), (3, 0.0)]
+    assert [one.rows for one in found.segments] == [2, 3]
     assert any(note.startswith("kernels pq2: sha256 ") for note in found.notes)
     assert replay("run", *pq2, "--production", "pq2.replaying:tuned") == 2
     assert "PathUnavailable: PQ2_KERNELS=tuned: these kernels run on CUDA" in capsys.readouterr().err

@@ -37,7 +37,7 @@ class Layer:
         method: Class of the quantisation method that multiplied when it was captured.
         n: Columns of the result.
         k: Columns of the input.
-        rows: Rows of the input.
+        rows: Rows of the input; 0 while weights are made, which serve all row counts.
         bias: Whether a bias is added.
         dtype: Of inputs and results.
         device: Where everything is.

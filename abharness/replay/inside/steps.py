@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,88 +30,121 @@ FOLLOWING = 3
 """Replays of a graph whose results are compared with those of calls alone."""
 
 
-class Inputs:
-    """The layers of a step with their inputs, on a device.
+class Weights:
+    """The layers of a capture on a device, with their tensors: in so many copies that together they exceed the L2 cache.
 
     Attributes:
+        folder: The capture's.
+        capture: What `capture.json` says.
+        device: Where the tensors are.
+        nbytes: Bytes of one copy.
+        copies: By copy, every layer by its name; of no row count yet.
+    """
+
+    def __init__(self, folder: Path, capture: dict[str, Any], device: torch.device, maker: str) -> None:
+        self.folder = folder
+        self.capture = capture
+        self.device = device
+        make = find(maker) if capture["weights"] == "made" else None
+        first = self._layers(0)
+        if make is None:
+            self._read(first)
+        else:
+            _make(first, make)
+        tensors = {one.data_ptr(): one for layer in first.values() for one in layer.tensors.values()}
+        self.nbytes = sum(one.nbytes for one in tensors.values())
+        self.copies = [first]
+        for number in range(1, copies_needed(self.nbytes, cache_bytes(device))):
+            layers = self._layers(number)
+            if make is None:
+                for name, layer in layers.items():
+                    layer.tensors.update({key: one.clone() for key, one in first[name].tensors.items()})
+            else:
+                _make(layers, make)
+            self.copies.append(layers)
+        _wait(device)
+
+    def _layers(self, number: int) -> dict[str, Layer]:
+        keys = ("name", "kind", "method", "n", "k", "bias")
+        dtype = getattr(torch, self.capture["dtype"])
+        return {
+            entry["name"]: Layer(
+                **{key: entry[key] for key in keys},
+                rows=0,
+                dtype=dtype,
+                device=self.device,
+                tensors={},
+                copy=number,
+            )
+            for entry in self.capture["layers"]
+        }
+
+    def _read(self, layers: dict[str, Layer]) -> None:
+        by_file: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+        for entry in self.capture["layers"]:
+            for key, stored in entry["tensors"].items():
+                by_file.setdefault(stored["file"], []).append((entry["name"], key, stored))
+        for name, wanted in by_file.items():
+            read: dict[str, torch.Tensor] = {}  # layers may share a tensor
+            with safe_open(self.folder / name, framework="pt", device=str(self.device)) as file:
+                for layer, key, stored in wanted:
+                    if stored["key"] not in read:
+                        read[stored["key"]] = _as_told(file.get_tensor(stored["key"]), stored)
+                    layers[layer].tensors[key] = read[stored["key"]]
+
+
+def _make(layers: dict[str, Layer], make: Callable[..., dict[str, torch.Tensor]]) -> None:
+    for index, layer in enumerate(layers.values()):
+        layer.tensors.update(make(layer, layer.copy * len(layers) + index))
+
+
+def _as_told(tensor: torch.Tensor, stored: dict[str, Any]) -> torch.Tensor:
+    if list(tensor.shape) != list(stored["shape"]) or str(tensor.dtype) != f"torch.{stored['dtype']}":
+        raise Refused(
+            f"{stored['file']}: {stored['key']} is {tensor.dtype} {list(tensor.shape)}, and the capture says "
+            f"{stored['dtype']} {stored['shape']}"
+        )
+    return tensor
+
+
+class Inputs:
+    """The calls of a step at one row count: layers with their inputs.
+
+    Attributes:
+        device: Where everything is.
         layers: By copy, the layer of every position.
         x: By copy, the input of every position.
         y: By copy, the result that the server had there; None where inputs are made.
     """
 
-    def __init__(self, folder: Path, capture: dict[str, Any], rows: int, device: torch.device, maker: str) -> None:
-        self.capture = capture
-        self.rows = rows
-        self.device = device
-        self.dtype: torch.dtype = getattr(torch, capture["dtype"])
-        self._folder = folder
-        self._entries = {entry["name"]: entry for entry in capture["layers"]}
-        first = self._copy(0, find(maker) if capture["weights"] == "made" else None)
-        distinct = {tensor.data_ptr(): tensor.nbytes for layer in first for tensor in layer.tensors.values()}
-        self.weight_bytes = sum(distinct.values())
-        copies = copies_needed(self.weight_bytes, cache_bytes(device))
-        rest = [
-            self._copy(number, find(maker) if capture["weights"] == "made" else None) for number in range(1, copies)
-        ]
-        self.layers: list[list[Layer]] = [first, *rest]
+    def __init__(self, weights: Weights, rows: int) -> None:
+        capture = weights.capture
+        self.device = weights.device
+        self.layers: list[list[Layer]] = []
+        for copy in weights.copies:
+            of_rows = {name: replace(layer, rows=rows) for name, layer in copy.items()}
+            self.layers.append([of_rows[name] for name in capture["order"]])
         self.x: list[list[torch.Tensor]] = []
         self.y: list[list[torch.Tensor]] | None = None
-        self._fill()
-        _wait(device)
+        file = capture["files"].get(str(rows))
+        if file is None:
+            generator = torch.Generator(device=self.device).manual_seed(rows)
+            for layers in self.layers:
+                noise = [torch.randn(rows, one.k, generator=generator, device=self.device) for one in layers]
+                self.x.append([x.to(one.dtype) for x, one in zip(noise, layers, strict=True)])
+        else:
+            self.y = []
+            with safe_open(weights.folder / file, framework="pt", device=str(self.device)) as tensors:
+                for number, layers in enumerate(self.layers):
+                    step = number % capture["steps"]
+                    self.x.append([tensors.get_tensor(f"{place}.x.{step}") for place in range(len(layers))])
+                    self.y.append([tensors.get_tensor(f"{place}.y.{step}") for place in range(len(layers))])
+        _wait(self.device)
 
     @property
     def copies(self) -> int:
         """How often the step is repeated, with other weights, before it begins anew."""
         return len(self.layers)
-
-    def _copy(self, number: int, make: Callable[..., dict[str, torch.Tensor]] | None) -> list[Layer]:
-        made: dict[str, Layer] = {}
-        for index, (name, entry) in enumerate(self._entries.items()):
-            keys = ("name", "kind", "method", "n", "k", "bias")
-            layer = Layer(
-                **{key: entry[key] for key in keys},
-                rows=self.rows,
-                dtype=self.dtype,
-                device=self.device,
-                tensors={},
-                copy=number,
-            )
-            tensors = make(layer, number * len(self._entries) + index) if make else self._stored(entry)
-            layer.tensors.update(tensors)
-            made[name] = layer
-        return [made[name] for name in self.capture["order"]]
-
-    def _stored(self, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, stored in entry["tensors"].items():
-            with safe_open(self._folder / stored["file"], framework="pt", device=str(self.device)) as file:
-                tensor = file.get_tensor(stored["key"])
-            if list(tensor.shape) != list(stored["shape"]) or str(tensor.dtype) != f"torch.{stored['dtype']}":
-                raise Refused(
-                    f"{stored['file']}: {stored['key']} is {tensor.dtype} {list(tensor.shape)}, and the capture says "
-                    f"{stored['dtype']} {stored['shape']}"
-                )
-            found[name] = tensor
-        return found
-
-    def _fill(self) -> None:
-        file = self.capture["files"].get(str(self.rows))
-        if file is None:
-            generator = torch.Generator(device=self.device).manual_seed(self.rows)
-            for layers in self.layers:
-                self.x.append(
-                    [
-                        torch.randn(self.rows, layer.k, generator=generator, device=self.device).to(self.dtype)
-                        for layer in layers
-                    ]
-                )
-            return
-        self.y = []
-        with safe_open(self._folder / file, framework="pt", device=str(self.device)) as tensors:
-            for copy, layers in enumerate(self.layers):
-                step = copy % self.capture["steps"]
-                self.x.append([tensors.get_tensor(f"{place}.x.{step}") for place in range(len(layers))])
-                self.y.append([tensors.get_tensor(f"{place}.y.{step}") for place in range(len(layers))])
 
 
 def cache_bytes(device: torch.device) -> int:

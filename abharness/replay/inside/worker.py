@@ -26,29 +26,33 @@ from typing import Any, TextIO
 import torch
 
 from .layers import Refused, find
-from .steps import Candidate, Inputs, cache_bytes, deviations
+from .steps import Candidate, Inputs, Weights, cache_bytes, deviations
 
 
 class Worker:
     """What was loaded, and the candidates so far; the first one is production, the ground of bit-identity."""
 
     def __init__(self) -> None:
+        self.weights: Weights | None = None
         self.inputs: Inputs | None = None
         self.candidates: dict[str, Candidate] = {}
         self.production: list[torch.Tensor] | None = None
         self.wanted: tuple[str, list[torch.Tensor]] | None = None
 
     def load(self, folder: str, capture: dict[str, Any], rows: int, device: str, maker: str) -> dict[str, Any]:
-        """Bring a row count of a capture to the device; what was there before is given up."""
+        """Bring a row count of the capture to the device; weights stay there, everything else is given up."""
         self.candidates, self.production, self.wanted, self.inputs = {}, None, None, None
         gc.collect()
-        if device == "cuda":
-            if not torch.cuda.is_available():
+        if self.weights is None:
+            if device == "cuda" and not torch.cuda.is_available():
                 raise Refused("torch sees no CUDA device; --device cpu replays on the CPU, without graphs or clocks")
-            torch.cuda.empty_cache()
-        place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-        self.inputs = Inputs(Path(folder), capture, rows, place, maker)
-        return {**_describe(place), "copies": self.inputs.copies, "weight_bytes": self.inputs.weight_bytes}
+            self.weights = Weights(Path(folder), capture, torch.device("cuda:0" if device == "cuda" else device), maker)
+        self.inputs = Inputs(self.weights, rows)
+        return {
+            **_describe(self.weights.device),
+            "copies": self.inputs.copies,
+            "weight_bytes": self.weights.nbytes,
+        }
 
     def candidate(
         self, name: str, function: str, options: dict[str, Any], by_shape: dict[str, Any], reference: str | None
