@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel
@@ -26,6 +27,7 @@ from abharness.arguments import make_parser
 from abharness.codes import CODES
 from abharness.metrics import METRICS
 from abharness.plan import BASE_VARIABLES, SWITCH_PREFIXES, Host, build_plan
+from abharness.replay import captures, records
 from abharness.specload import parse_spec
 from tests.markdown import ROOT, pages, shown
 
@@ -238,23 +240,22 @@ def fields(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
         yield name, _type(schema["properties"][name], schema.get("$defs", {})), _default(field), docs.get(name, "")
 
 
-SPEC_MODELS: dict[str, type[BaseModel]] = {
-    name: value
-    for name, value in vars(spec).items()
-    if isinstance(value, type)
-    and issubclass(value, BaseModel)
-    and value.__module__ == spec.__name__
-    and value.model_fields
-}
-RECORD_MODELS: dict[str, type[BaseModel]] = {
-    name: value
-    for module in (record, windows, witnesses)
-    for name, value in vars(module).items()
-    if isinstance(value, type)
-    and issubclass(value, BaseModel)
-    and value.__module__ == module.__name__
-    and value.model_fields
-}
+def _models(*modules: ModuleType) -> dict[str, type[BaseModel]]:
+    """The models that these modules define, by name."""
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, BaseModel)
+        and value.__module__ == module.__name__
+        and value.model_fields
+    }
+
+
+SPEC_MODELS = _models(spec)
+RECORD_MODELS = _models(record, windows, witnesses)
+REPLAY_MODELS = _models(captures, records)
 
 
 def _spec(model: str) -> Iterator[str]:
@@ -264,8 +265,17 @@ def _spec(model: str) -> Iterator[str]:
 
 
 def _record(model: str) -> Iterator[str]:
+    yield from _fields(RECORD_MODELS[model])
+
+
+def _replay(model: str) -> Iterator[str]:
+    # What runs have, too, is on their page.
+    yield from (row.replace("(#gpuwindow)", "(records.md#gpuwindow)") for row in _fields(REPLAY_MODELS[model]))
+
+
+def _fields(model: type[BaseModel]) -> Iterator[str]:
     yield from _head("field", "type", "meaning")
-    for name, kind, _default, meaning in fields(RECORD_MODELS[model]):
+    for name, kind, _default, meaning in fields(model):
         yield _row(f"`{name}`", kind, meaning)
 
 
@@ -457,6 +467,7 @@ TABLES: dict[str, Callable[[str], Iterator[str]]] = {
     "cli": _cli,
     "spec": _spec,
     "record": _record,
+    "replay": _replay,
     "parquet": _parquet,
     "event": _event,
     "switches": _switches,

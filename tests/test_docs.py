@@ -67,6 +67,7 @@ def test_every_page_is_in_the_index() -> None:
         ("cli.md", "cli", reference.commands()),
         ("spec.md", "spec", reference.SPEC_MODELS),
         ("records.md", "record", reference.RECORD_MODELS),
+        ("replays.md", "replay", reference.REPLAY_MODELS),
         ("records.md", "parquet", reference.PARQUET),
         ("events.md", "event", reference.EVENT_MODELS),
         ("codes.md", "codes", ["invalidating", "advice", "thresholds"]),
@@ -97,7 +98,7 @@ def test_every_argument_is_explained() -> None:
     assert bare == []
 
 
-@pytest.mark.parametrize("kind", ["SPEC_MODELS", "RECORD_MODELS"])
+@pytest.mark.parametrize("kind", ["SPEC_MODELS", "RECORD_MODELS", "REPLAY_MODELS"])
 def test_every_key_and_field_is_explained(kind: str) -> None:
     models = getattr(reference, kind)
     bare = [f"{name}.{field}" for name in models for field, _, _, told in reference.fields(models[name]) if not told]
@@ -110,7 +111,7 @@ def test_every_key_of_an_event_is_explained() -> None:
     assert bare == []
 
 
-@pytest.mark.parametrize("kind", ["SPEC_MODELS", "RECORD_MODELS"])
+@pytest.mark.parametrize("kind", ["SPEC_MODELS", "RECORD_MODELS", "REPLAY_MODELS"])
 def test_nothing_is_explained_that_is_no_field(kind: str) -> None:
     models = getattr(reference, kind)
     stale = [
@@ -161,7 +162,7 @@ def test_every_metric_is_defined() -> None:
 def known_names() -> set[str]:
     """Everything in snake case that a page may name as ours."""
     names = set(CODES) | {metric.name for metric in METRICS}
-    for models in (reference.SPEC_MODELS, reference.RECORD_MODELS, reference.EVENT_MODELS):
+    for models in (reference.SPEC_MODELS, reference.RECORD_MODELS, reference.REPLAY_MODELS, reference.EVENT_MODELS):
         names |= {field for model in models.values() for field in model.model_fields}
     names |= {path.stem for path in (ROOT / "abharness").glob("*.py")} | {
         path.stem for path in (ROOT / "tests").rglob("*.py")

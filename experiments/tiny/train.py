@@ -228,7 +228,7 @@ def export(model: Any, tokenizer: Any, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         plain = transformers.Qwen3ForCausalLM(model.config)
-        plain.load_state_dict({**{name: value.cpu() for name, value in served.items()}}, strict=False)
+        plain.load_state_dict({name: value.cpu() for name, value in served.items()}, strict=False)
         plain.generation_config.eos_token_id = tokenizer.eos_token_id
         plain.save_pretrained(source)
         tokenizer.save_pretrained(source)
