@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import operator
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 HELD_OUT = 50
@@ -22,10 +23,10 @@ HELD_OUT = 50
 GIRLS = ("Mia", "Ada", "Nora", "Lena", "Ruth", "Iris", "Zoe", "Clara", "Emma", "Hana")
 BOYS = ("Tom", "Ben", "Omar", "Luis", "Jack", "Noah", "Paul", "Ivan", "Kofi", "Sam")
 THINGS = (
-    "apples", "pears", "books", "stickers", "marbles", "shells", "coins", "cards", "pencils", "buttons", "cookies", "beads",
-    "stamps", "lamps", "plums",
+    "apples", "pears", "books", "stickers", "marbles", "shells", "coins", "cards", "pencils", "buttons", "cookies",
+    "beads", "stamps", "lamps", "plums",
 )  # fmt: skip
-HOLDERS = (("box", "boxes"), ("bag", "bags"), ("shelf", "shelves"), ("basket", "baskets"), ("jar", "jars"))
+HOLDERS = ("boxes", "bags", "shelves", "baskets", "jars")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 
@@ -48,179 +49,170 @@ class Problem:
         return int.from_bytes(digest[:4], "big") % HELD_OUT == 0
 
 
-class Draw:
-    """The numbers, names and things of one problem, and its solution as it is worked out."""
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A kind of problem.
 
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
+    Attributes:
+        question: Its text, with the names of what is drawn in braces.
+        drawn: Name -> least and largest value of a number that is drawn.
+        steps: The solution: the name of each result, its sentence (`{}` is the calculation, as GSM8K writes it), and what
+            is calculated: two names with a sign between them. The last result is the answer.
+        given: From the drawn numbers those that the question gives besides, so that nothing is negative or broken.
+    """
+
+    question: str
+    drawn: Mapping[str, tuple[int, int]]
+    steps: tuple[tuple[str, str, str], ...]
+    given: Callable[[dict[str, int]], dict[str, int]] = lambda _: {}
+
+    def tell(self, rng: random.Random) -> Problem:
+        """One problem of this kind."""
         girl = rng.random() < 0.5
-        self.name, self.other = rng.sample(GIRLS if girl else BOYS, 2)
-        self.they, self.their = ("she", "her") if girl else ("he", "his")
-        self.thing, self.second = rng.sample(THINGS, 2)
-        self.holder, self.holders = rng.choice(HOLDERS)
-        self.day, self.next_day = rng.sample(DAYS, 2)
-        self.lines: list[str] = []
-
-    def number(self, low: int, high: int) -> int:
-        """A whole number, both ends included."""
-        return self.rng.randint(low, high)
-
-    def step(self, text: str, left: int, sign: str, right: int) -> int:
-        """Work out one step; `{}` in the text is the calculation with its result, as GSM8K writes it."""
-        result = {"+": left + right, "-": left - right, "*": left * right, "/": left // max(right, 1)}[sign]
-        shown = f"{left}{sign}{right}"
-        self.lines.append(text.format(f"{shown}=<<{shown}={result}>>{result}"))
-        return result
-
-    def done(self, question: str, result: int) -> Problem:
-        """The problem with this result."""
-        return Problem(question, "\n".join([*self.lines, f"#### {result}"]))
+        name, other = rng.sample(GIRLS if girl else BOYS, 2)
+        thing, second = rng.sample(THINGS, 2)
+        day, next_day = rng.sample(DAYS, 2)
+        words = {
+            "name": name, "other": other, "they": "she" if girl else "he", "their": "her" if girl else "his",
+            "thing": thing, "second": second, "holders": rng.choice(HOLDERS), "day": day, "next_day": next_day,
+        }  # fmt: skip
+        numbers = {key: rng.randint(low, high) for key, (low, high) in self.drawn.items()}
+        numbers |= self.given(numbers)
+        question = self.question.format(**words, **numbers)
+        lines, result = [], 0
+        for key, sentence, calculation in self.steps:
+            left, sign, right = calculation.split()
+            one, two = (int(part) if part.isdecimal() else numbers[part] for part in (left, right))
+            result = numbers[key] = SIGNS[sign](one, two)
+            shown = f"{one}{sign}{two}"
+            lines.append(sentence.format(f"{shown}=<<{shown}={result}>>{result}", **words))
+        return Problem(question, "\n".join([*lines, f"#### {result}"]))
 
 
-def _boxes(d: Draw) -> Problem:
-    count, each, more = d.number(2, 9), d.number(2, 12), d.number(2, 20)
-    whole = d.step(f"In the {d.holders} are {{}} {d.thing}.", count, "*", each)
-    result = d.step(f"Together there are {{}} {d.thing}.", whole, "+", more)
-    return d.done(
-        f"{d.name} has {count} {d.holders} with {each} {d.thing} each, and {more} more {d.thing} on the table. How many "
-        f"{d.thing} does {d.they} have?",
-        result,
-    )
+SIGNS: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+}
 
-
-def _gives(d: Draw) -> Problem:
-    first, got = d.number(10, 60), d.number(2, 30)
-    gave = d.number(2, first + got - 1)
-    held = d.step(f"{d.name} then has {{}} {d.thing}.", first, "+", got)
-    result = d.step(f"After giving some away, {d.they} has {{}} left.", held, "-", gave)
-    return d.done(
-        f"{d.name} has {first} {d.thing}. {d.other} gives {d.name} {got} more. Then {d.name} gives {gave} of {d.their} "
-        f"{d.thing} to a friend. How many {d.thing} does {d.name} have left?",
-        result,
-    )
-
-
-def _buys(d: Draw) -> Problem:
-    count, price = d.number(2, 9), d.number(2, 12)
-    paid = count * price + d.number(1, 30)
-    cost = d.step(f"The {d.thing} cost {{}} dollars.", count, "*", price)
-    result = d.step(f"{d.name} gets back {{}} dollars.", paid, "-", cost)
-    return d.done(
-        f"{d.name} buys {count} {d.thing} for {price} dollars each and pays with {paid} dollars. How many dollars does "
-        f"{d.they} get back?",
-        result,
-    )
-
-
-def _two_prices(d: Draw) -> Problem:
-    a, price_a, b, price_b = d.number(2, 9), d.number(2, 9), d.number(2, 9), d.number(2, 9)
-    first = d.step(f"The {d.thing} cost {{}} dollars.", a, "*", price_a)
-    other = d.step(f"The {d.second} cost {{}} dollars.", b, "*", price_b)
-    result = d.step("In total that is {} dollars.", first, "+", other)
-    return d.done(
-        f"{d.name} buys {a} {d.thing} at {price_a} dollars each and {b} {d.second} at {price_b} dollars each. How "
-        f"many dollars does {d.they} spend?",
-        result,
-    )
-
-
-def _shares(d: Draw) -> Problem:
-    people, each = d.number(2, 9), d.number(2, 12)
-    extra = d.number(1, 15)
-    whole = people * each
-    left = d.step(f"There are {{}} {d.thing} to share.", whole + extra, "-", extra)
-    result = d.step(f"Each friend gets {{}} {d.thing}.", left, "/", people)
-    return d.done(
-        f"{d.name} has {whole + extra} {d.thing}, keeps {extra} and shares the rest equally among {people} friends. "
-        f"How many {d.thing} does each friend get?",
-        result,
-    )
-
-
-def _days(d: Draw) -> Problem:
-    each, days, eaten = d.number(3, 12), d.number(2, 9), d.number(1, 20)
-    eaten = min(eaten, each * days - 1)
-    whole = d.step(f"{d.name} collects {{}} {d.thing}.", each, "*", days)
-    result = d.step(f"{d.name} still has {{}} of them.", whole, "-", eaten)
-    return d.done(
-        f"Every day {d.name} collects {each} {d.thing}. After {days} days {d.they} has lost {eaten} of them. How many "
-        f"{d.thing} does {d.they} still have?",
-        result,
-    )
-
-
-def _more_than(d: Draw) -> Problem:
-    first, more = d.number(5, 60), d.number(2, 30)
-    other = d.step(f"{d.other} has {{}} {d.thing}.", first, "+", more)
-    result = d.step(f"Together they have {{}} {d.thing}.", first, "+", other)
-    return d.done(
-        f"{d.name} has {first} {d.thing}. {d.other} has {more} more than {d.name}. How many {d.thing} do they have "
-        f"together?",
-        result,
-    )
-
-
-def _times_as_many(d: Draw) -> Problem:
-    first, times = d.number(2, 20), d.number(2, 6)
-    other = d.step(f"{d.other} has {{}} {d.thing}.", first, "*", times)
-    result = d.step(f"The difference is {{}} {d.thing}.", other, "-", first)
-    return d.done(
-        f"{d.name} has {first} {d.thing}, and {d.other} has {times} times as many. How many more {d.thing} does {d.other} "
-        "have?",
-        result,
-    )
-
-
-def _week(d: Draw) -> Problem:
-    first, second, third = d.number(5, 40), d.number(5, 40), d.number(5, 40)
-    sum_ = d.step(f"In two days {d.they} reads {{}} pages.", first, "+", second)
-    result = d.step("In all that is {} pages.", sum_, "+", third)
-    return d.done(
-        f"{d.name} reads {first} pages on {d.day}, {second} pages on {d.next_day} and {third} pages the day after. "
-        f"How many pages does {d.they} read?",
-        result,
-    )
-
-
-def _earns(d: Draw) -> Problem:
-    wage, hours, spent = d.number(5, 15), d.number(2, 9), d.number(2, 20)
-    spent = min(spent, wage * hours - 1)
-    whole = d.step(f"{d.name} earns {{}} dollars.", wage, "*", hours)
-    result = d.step(f"{d.name} has {{}} dollars left.", whole, "-", spent)
-    return d.done(
-        f"{d.name} earns {wage} dollars an hour and works {hours} hours. {d.name} spends {spent} dollars on lunch. "
-        f"How many dollars does {d.they} have left?",
-        result,
-    )
-
-
-def _fills(d: Draw) -> Problem:
-    each, count = d.number(3, 12), d.number(2, 9)
-    have = d.number(1, each * count - 1)
-    whole = d.step(f"The {d.holders} hold {{}} {d.thing}.", count, "*", each)
-    result = d.step(f"{d.name} needs {{}} more.", whole, "-", have)
-    return d.done(
-        f"{d.name} wants to fill {count} {d.holders} with {each} {d.thing} each and has {have} {d.thing}. How many more "
-        f"{d.thing} does {d.they} need?",
-        result,
-    )
-
-
-def _half(d: Draw) -> Problem:
-    half, more = d.number(3, 40), d.number(2, 30)
-    sold = d.step(f"On {d.next_day} {d.they} sells {{}} {d.thing}.", 2 * half, "/", 2)
-    two = d.step(f"On both days {d.they} sells {{}} {d.thing}.", 2 * half, "+", sold)
-    result = d.step(f"There were {{}} {d.thing}.", two, "+", more)
-    return d.done(
-        f"{d.name} sells {2 * half} {d.thing} on {d.day} and half as many on {d.next_day}. {more} {d.thing} are "
-        f"left. How many {d.thing} were there?",
-        result,
-    )
-
-
-STORIES: tuple[Callable[[Draw], Problem], ...] = (
-    _boxes, _gives, _buys, _two_prices, _shares, _days, _more_than, _times_as_many, _week, _earns, _fills, _half,
-)  # fmt: skip
+STORIES = (
+    Story(
+        "{name} has {count} {holders} with {each} {thing} each, and {more} more {thing} on the table. How many {thing} "
+        "does {they} have?",
+        {"count": (2, 9), "each": (2, 12), "more": (2, 20)},
+        (
+            ("inside", "In the {holders} are {} {thing}.", "count * each"),
+            ("all", "Together there are {} {thing}.", "inside + more"),
+        ),
+    ),
+    Story(
+        "{name} has {first} {thing}. {other} gives {name} {got} more. Then {name} gives {gave} of {their} {thing} to a "
+        "friend. How many {thing} does {name} have left?",
+        {"first": (10, 60), "got": (2, 30), "share": (1, 99)},
+        (
+            ("held", "{name} then has {} {thing}.", "first + got"),
+            ("left", "After giving some away, {they} has {} left.", "held - gave"),
+        ),
+        lambda n: {"gave": max(2, (n["first"] + n["got"]) * n["share"] // 100)},
+    ),
+    Story(
+        "{name} buys {count} {thing} for {price} dollars each and pays with {paid} dollars. How many dollars does "
+        "{they} get back?",
+        {"count": (2, 9), "price": (2, 12), "change": (1, 30)},
+        (
+            ("cost", "The {thing} cost {} dollars.", "count * price"),
+            ("back", "{name} gets back {} dollars.", "paid - cost"),
+        ),
+        lambda n: {"paid": n["count"] * n["price"] + n["change"]},
+    ),
+    Story(
+        "{name} buys {a} {thing} at {price_a} dollars each and {b} {second} at {price_b} dollars each. How many "
+        "dollars does {they} spend?",
+        {"a": (2, 9), "price_a": (2, 9), "b": (2, 9), "price_b": (2, 9)},
+        (
+            ("cost_a", "The {thing} cost {} dollars.", "a * price_a"),
+            ("cost_b", "The {second} cost {} dollars.", "b * price_b"),
+            ("all", "In total that is {} dollars.", "cost_a + cost_b"),
+        ),
+    ),
+    Story(
+        "{name} has {whole} {thing}, keeps {kept} and shares the rest equally among {people} friends. How many {thing} "
+        "does each friend get?",
+        {"people": (2, 9), "part": (2, 12), "kept": (1, 15)},
+        (
+            ("rest", "There are {} {thing} to share.", "whole - kept"),
+            ("each", "Each friend gets {} {thing}.", "rest / people"),
+        ),
+        lambda n: {"whole": n["people"] * n["part"] + n["kept"]},
+    ),
+    Story(
+        "Every day {name} collects {each} {thing}. After {days} days {they} has lost {lost} of them. How many {thing} "
+        "does {they} still have?",
+        {"each": (3, 12), "days": (2, 9), "gone": (1, 20)},
+        (
+            ("found", "{name} collects {} {thing}.", "each * days"),
+            ("left", "{name} still has {} of them.", "found - lost"),
+        ),
+        lambda n: {"lost": min(n["gone"], n["each"] * n["days"] - 1)},
+    ),
+    Story(
+        "{name} has {first} {thing}. {other} has {more} more than {name}. How many {thing} do they have together?",
+        {"first": (5, 60), "more": (2, 30)},
+        (
+            ("others", "{other} has {} {thing}.", "first + more"),
+            ("all", "Together they have {} {thing}.", "first + others"),
+        ),
+    ),
+    Story(
+        "{name} has {first} {thing}, and {other} has {times} times as many. How many more {thing} does {other} have?",
+        {"first": (2, 20), "times": (2, 6)},
+        (
+            ("others", "{other} has {} {thing}.", "first * times"),
+            ("more", "The difference is {} {thing}.", "others - first"),
+        ),
+    ),
+    Story(
+        "{name} reads {one} pages on {day}, {two} pages on {next_day} and {three} pages the day after. How many pages "
+        "does {they} read?",
+        {"one": (5, 40), "two": (5, 40), "three": (5, 40)},
+        (
+            ("both", "In two days {they} reads {} pages.", "one + two"),
+            ("all", "In all that is {} pages.", "both + three"),
+        ),
+    ),
+    Story(
+        "{name} earns {wage} dollars an hour and works {hours} hours. {name} spends {spent} dollars on lunch. How many "
+        "dollars does {they} have left?",
+        {"wage": (5, 15), "hours": (2, 9), "lunch": (2, 20)},
+        (
+            ("earned", "{name} earns {} dollars.", "wage * hours"),
+            ("left", "{name} has {} dollars left.", "earned - spent"),
+        ),
+        lambda n: {"spent": min(n["lunch"], n["wage"] * n["hours"] - 1)},
+    ),
+    Story(
+        "{name} wants to fill {count} {holders} with {each} {thing} each and has {have} {thing}. How many more {thing} "
+        "does {they} need?",
+        {"count": (2, 9), "each": (3, 12), "share": (1, 99)},
+        (
+            ("room", "The {holders} hold {} {thing}.", "count * each"),
+            ("more", "{name} needs {} more.", "room - have"),
+        ),
+        lambda n: {"have": max(1, n["count"] * n["each"] * n["share"] // 100)},
+    ),
+    Story(
+        "{name} sells {first} {thing} on {day} and half as many on {next_day}. {left} {thing} are left. How many "
+        "{thing} were there?",
+        {"half": (3, 40), "left": (2, 30)},
+        (
+            ("sold", "On {next_day} {they} sells {} {thing}.", "first / 2"),
+            ("both", "On both days {they} sells {} {thing}.", "first + sold"),
+            ("all", "There were {} {thing}.", "both + left"),
+        ),
+        lambda n: {"first": 2 * n["half"]},
+    ),
+)
 
 
 def problems(seed: int, *, held_out: bool) -> Iterator[Problem]:
@@ -228,7 +220,7 @@ def problems(seed: int, *, held_out: bool) -> Iterator[Problem]:
     rng = random.Random(f"{seed} {held_out}")
     seen: set[str] = set()
     while True:
-        made = rng.choice(STORIES)(Draw(rng))
+        made = rng.choice(STORIES).tell(rng)
         if made.held_out == held_out and made.question not in seen:
             seen.add(made.question)
             yield made
